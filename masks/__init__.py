@@ -1,0 +1,1 @@
+"""Searched layer masks, shipped as package data and found by pair name."""
