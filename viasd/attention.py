@@ -1,0 +1,190 @@
+"""One attention function for every model: packed sequences, explicit positions, sliding windows, softcaps, shared heads.
+
+It is registered with transformers' attention interface under `ATTENTION_NAME`; a decoder layer of any family reaches it
+with its own scaling, window and softcap, and finds the keys and values of each packed sequence in the `Step` it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from viasd.errors import UnsupportedModelError
+from viasd.kv import SequenceKV
+
+ATTENTION_NAME = "viasd"
+
+# Scores of at most this many query rows are held at once when a softcap rules out fused kernels.
+_EAGER_QUERY_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a packed pass that belongs to one sequence: `length` tokens at positions ``start ...`` of `kv`."""
+
+    kv: SequenceKV
+    start: int
+    length: int
+
+
+class Step:
+    """One pass through some layers: which tokens of which sequences travel packed as one row ``[1, N, d]``.
+
+    It is what a layer sees as its cache (`update`) and what the attention function reads back.
+
+    Attributes:
+        segments: Sequences in the order in which their tokens are packed.
+        positions: Position of every packed token, ``[1, N]``.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device, kernel: str = "sdpa") -> None:
+        self.segments = tuple(segments)
+        self.kernel = kernel
+        self.positions = torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in self.segments])[
+            None
+        ]
+        self._views: list[tuple[Tensor, Tensor]] = []
+        self._masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores a layer's new keys and values ``[1, H_kv, N, D]`` in each sequence (the cache call of HF attention)."""
+        views, offset = [], 0
+        for segment in self.segments:
+            rows = slice(offset, offset + segment.length)
+            views.append(segment.kv.write(layer_idx, segment.start, key_states[0, :, rows], value_states[0, :, rows]))
+            offset += segment.length
+        self._views = views
+        return key_states, value_states
+
+    def views(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values per segment, as the layer now running has just stored them."""
+        if len(self._views) != len(self.segments):
+            raise UnsupportedModelError(
+                "expected the layer to hand its keys and values to the cache before attending, but it did not; "
+                "this architecture can't be driven layer by layer"
+            )
+        views, self._views = self._views, []
+        return views
+
+    def mask(self, index: int, window: int | None, groups: int, device: torch.device) -> Tensor:
+        """Boolean mask ``[groups * n, end - low]`` of segment `index`: causal, and within `window` where there is one.
+
+        Built once a pass and shared by all its layers. `groups` repeats the rows for query heads that share a key head.
+        """
+        cached = self._masks.get((index, window, groups, device))
+        if cached is None:
+            segment = self.segments[index]
+            end = segment.start + segment.length
+            query = torch.arange(segment.start, end, device=device)[:, None]
+            key = torch.arange(window_low(segment.start, window), end, device=device)[None]
+            cached = key <= query
+            if window is not None:
+                cached &= key > query - window
+            cached = cached.repeat(groups, 1)
+            self._masks[(index, window, groups, device)] = cached
+        return cached
+
+
+def window_low(start: int, window: int | None) -> int:
+    """First position that a query at `start` can see."""
+    return 0 if window is None else max(0, start - window + 1)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    viasd_step: Step | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of packed queries ``[1, H, N, D]`` over the sequences of `viasd_step`.
+
+    Returns:
+        ``[1, N, H, D_v]`` and no weights, as transformers' attention interface expects.
+
+    Raises:
+        UnsupportedModelError: If the layer did not pass the step on, or wants a kind of attention that is not known here.
+    """
+    if viasd_step is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand keyword arguments on to the attention function; "
+            "this architecture can't be driven layer by layer"
+        )
+    for name in ("s_aux", "sinks", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} uses attention with '{name}', which is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs, offset = [], 0
+    for index, (keys, values) in enumerate(viasd_step.views()):
+        segment = viasd_step.segments[index]
+        rows = query[:, :, offset : offset + segment.length]
+        offset += segment.length
+        low = window_low(segment.start, sliding_window)
+        if low:
+            keys, values = keys[:, :, low:], values[:, :, low:]
+        if softcap is not None or viasd_step.kernel == "eager":
+            outputs.append(_eager(viasd_step, index, rows, keys, values, scale, sliding_window, softcap))
+        else:
+            outputs.append(_fused(viasd_step, index, rows, keys, values, scale, sliding_window))
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return out, None
+
+
+def _fused(
+    step: Step, index: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """SDPA of one segment. Query heads that share a key head become extra query rows, so keys are never repeated."""
+    _, heads, n, dim = query.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    if n > 1 and keys.shape[2] == n and (window is None or n <= window):
+        # A prompt from its beginning: plain causal attention, no mask tensor.
+        out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
+        return out.transpose(1, 2)
+    folded = query.reshape(1, kv_heads, groups * n, dim)
+    mask = None if n == 1 else step.mask(index, window, groups, query.device)
+    out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(1, heads, n, -1).transpose(1, 2)
+
+
+def _eager(
+    step: Step,
+    index: int,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention written out: for softcapped scores (Gemma2), and as the reference that `--attn eager` asks for."""
+    _, heads, n, dim = query.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    allowed = step.mask(index, window, 1, query.device)
+    grouped = query.reshape(1, kv_heads, groups, n, dim)
+    pieces = []
+    for first in range(0, n, _EAGER_QUERY_CHUNK):
+        chunk = grouped[:, :, :, first : first + _EAGER_QUERY_CHUNK]
+        rows = chunk.shape[3]
+        scores = (chunk.reshape(1, kv_heads, groups * rows, dim) @ keys.transpose(2, 3)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        seen = allowed[first : first + rows].repeat(groups, 1)
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        pieces.append((weights @ values).reshape(1, kv_heads, groups, rows, -1))
+    out = torch.cat(pieces, dim=3).reshape(1, heads, n, -1)
+    return out.transpose(1, 2)

@@ -1,0 +1,87 @@
+"""Key/value buffers of one sequence in one model, with two watermarks instead of crops and copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FIRST_CAPACITY = 256
+
+
+class SequenceKV:
+    """Keys and values of one sequence, layer by layer, at explicit positions.
+
+    A layer's buffer is allocated on its first write, on the device and in the dtype of what is written (so sharded
+    models work), and grows by doubling. Nothing is ever cropped: rolling back moves an integer, and what lies above it
+    is overwritten before attention can read it.
+
+    Attributes:
+        full_len: Positions ``[0, full_len)`` hold keys and values of the full path, in every layer.
+        slim_len: Positions ``[full_len, slim_len)`` hold those of the slim path, in the layers its route keeps.
+            Never below `full_len`.
+        boundary: Hidden states ``[1, slim_len - full_len, d]`` of the pending positions at the route's first gap. Up to
+            there the slim path computed exactly what the full path would have, so the full path can start from them.
+            None when nothing is pending.
+    """
+
+    def __init__(self, n_layers: int) -> None:
+        self.full_len = 0
+        self.slim_len = 0
+        self.boundary: Tensor | None = None
+        self._keys: list[Tensor | None] = [None] * n_layers
+        self._values: list[Tensor | None] = [None] * n_layers
+
+    @property
+    def pending(self) -> int:
+        """Positions that the slim path has run and the full path has not."""
+        return self.slim_len - self.full_len
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores ``[H_kv, n, D]`` keys and values at ``start`` and returns views of everything up to their end.
+
+        Args:
+            layer: Index of the layer in the model.
+            start: Position of the first of the n tokens. Positions below it must have been written before.
+            keys: Rotated keys, ``[H_kv, n, D]``.
+            values: Values, ``[H_kv, n, D_v]``.
+
+        Returns:
+            Views ``[1, H_kv, start + n, D]`` and ``[1, H_kv, start + n, D_v]`` into the buffers.
+        """
+        end = start + keys.shape[1]
+        key_buffer = self._grown(self._keys, layer, end, start, keys)
+        value_buffer = self._grown(self._values, layer, end, start, values)
+        key_buffer[0, :, start:end] = keys
+        value_buffer[0, :, start:end] = values
+        return key_buffer[:, :, :end], value_buffer[:, :, :end]
+
+    @staticmethod
+    def _grown(buffers: list[Tensor | None], layer: int, end: int, keep: int, like: Tensor) -> Tensor:
+        buffer = buffers[layer]
+        if buffer is not None and buffer.shape[2] >= end:
+            return buffer
+        capacity = _FIRST_CAPACITY if buffer is None else buffer.shape[2]
+        while capacity < end:
+            capacity *= 2
+        # Zeros, not empty: uninitialised memory may hold NaN, and 0 x NaN is NaN under an additive mask.
+        grown = like.new_zeros((1, like.shape[0], capacity, like.shape[2]))
+        if buffer is not None:
+            grown[:, :, :keep] = buffer[:, :, :keep]
+        buffers[layer] = grown
+        return grown
+
+    def roll_back(self, length: int) -> None:
+        """Forgets every position from `length` on; later positions are simply overwritten."""
+        if length >= self.slim_len:
+            return
+        self.slim_len = length
+        self.full_len = min(self.full_len, length)
+        self.boundary = None if self.boundary is None or not self.pending else self.boundary[:, : self.pending]
+
+    def forget_pending(self) -> None:
+        """Drops what only the slim path has run (a change of route makes it worthless)."""
+        self.roll_back(self.full_len)
+
+    def nbytes(self) -> int:
+        """Bytes held by all buffers."""
+        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values) if t is not None)

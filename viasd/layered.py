@@ -1,0 +1,215 @@
+"""`LayeredModel`: drive any Hugging Face decoder layer by layer, with our loop, our KV and our attention call.
+
+The layer modules stay Hugging Face's own, so quantised and sharded weights keep working, and no family's forward is
+copied. What differs between families (which keyword carries the cache, rotary embeddings per layer type, a scale on the
+embeddings) is read from the modules once, and `viasd.probe` checks the result against the model's own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from viasd.attention import ATTENTION_NAME, Segment, Step, attention
+from viasd.errors import OptionError, UnsupportedModelError
+from viasd.kv import SequenceKV
+
+AttentionInterface.register(ATTENTION_NAME, attention)
+
+_KERNELS = ("auto", "sdpa", "eager")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_GIVEN = {"hidden_states", "attention_mask", "position_embeddings", "position_ids", "cache", "past_key_values"}
+# Rotary embeddings whose frequencies depend on the sequence's length: keys already stored would go stale beyond it.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+class LayeredModel:
+    """A causal language model as `embed`, `run` over chosen layers, and `readout`.
+
+    Args:
+        model: A Hugging Face causal LM in eval mode whose decoder has ``embed_tokens, layers, norm, rotary_emb``.
+        kernel: ``sdpa`` (fused attention), ``eager`` (written out), or ``auto`` (sdpa wherever the model allows it).
+        vocabulary: Number of logit rows that stand for real tokens; padded rows beyond it are cut. None keeps all.
+
+    Raises:
+        UnsupportedModelError: If the model has another shape, keeps a state that can't be rolled back, or is training.
+        OptionError: If `kernel` is unknown.
+    """
+
+    def __init__(self, model: nn.Module, *, kernel: str = "auto", vocabulary: int | None = None) -> None:
+        if kernel not in _KERNELS:
+            raise OptionError(f"attention kernel must be one of {', '.join(_KERNELS)}, but got '{kernel}'")
+        self.model = model
+        self.name = type(model).__name__
+        self.kernel = "sdpa" if kernel == "auto" else kernel
+        self.decoder = _find_decoder(model)
+        self.layers: Sequence[nn.Module] = list(self.decoder.layers)  # type: ignore[arg-type]
+        self.n_layers = len(self.layers)
+        self.config: Any = self.decoder.config
+        self.layer_types = _layer_types(self.name, self.config, self.layers)
+        self.embed_scale: Tensor | None = None  # set by the probe where the model's forward scales outside embed_tokens
+        self._head = model.get_output_embeddings()  # type: ignore[operator]
+        if model.training:
+            raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
+        self._check_layers()
+        self._attention_configs = list({id(c): c for c in (m.config for m in _attention_modules(self.layers))}.values())
+        parameters = inspect.signature(self.layers[0].forward).parameters
+        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        self._rotary_takes_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
+        rows = self._head.weight.shape[0] if hasattr(self._head, "weight") else self.config.vocab_size
+        self.vocabulary = min(rows, vocabulary or rows)
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which token ids enter."""
+        return self.decoder.embed_tokens.weight.device  # type: ignore[union-attr, return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the hidden states."""
+        return self.decoder.embed_tokens.weight.dtype  # type: ignore[union-attr, return-value]
+
+    @property
+    def context_length(self) -> int:
+        """Positions the model was made for."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        limit = int(self.config.max_position_embeddings)
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            limit = min(limit, int(rope.get("original_max_position_embeddings", limit)))
+        return limit
+
+    def new_kv(self) -> SequenceKV:
+        """An empty cache for one sequence."""
+        return SequenceKV(self.n_layers)
+
+    def step(self, segments: Sequence[Segment]) -> Step:
+        """Describes one packed pass over `segments`."""
+        return Step(segments, self.device, self.kernel)
+
+    def embed(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """Token ids (n of them) -> hidden states ``[1, n, d]``."""
+        row = torch.as_tensor(ids, dtype=torch.long, device=self.device).reshape(1, -1)
+        hidden: Tensor = self.decoder.embed_tokens(row)  # type: ignore[operator]
+        return hidden if self.embed_scale is None else hidden * self.embed_scale
+
+    def run(
+        self, hidden: Tensor, layers: Iterable[int], step: Step, capture: Iterable[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Runs hidden states through the named layers, in the order given.
+
+        Args:
+            hidden: ``[1, N, d]``, the packed tokens of `step`.
+            layers: Indices of the layers to run. Layers left out are skipped: the hidden state passes them unchanged.
+            step: Says which positions of which sequences these tokens are; their keys and values are stored there.
+            capture: Layer indices whose *input* is wanted; ``n_layers`` names the state after the last layer.
+
+        Returns:
+            The hidden states ``[1, N, d]`` after the last layer run, and the captured inputs by layer index.
+        """
+        wanted = set(capture)
+        captured: dict[int, Tensor] = {}
+        embeddings: dict[str, Any] = {}
+        with self._our_attention():
+            for index in layers:
+                if index in wanted:
+                    captured[index] = hidden
+                kind = self.layer_types[index]
+                if kind not in embeddings:
+                    embeddings[kind] = self._rotary(hidden, step, kind)
+                out = self.layers[index](
+                    hidden,
+                    attention_mask=None,
+                    position_embeddings=embeddings[kind],
+                    position_ids=step.positions,
+                    viasd_step=step,
+                    **{self._cache_keyword: step},
+                )
+                hidden = out[0] if isinstance(out, tuple) else out
+        if self.n_layers in wanted:
+            captured[self.n_layers] = hidden
+        return hidden, captured
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """Hidden states ``[1, n, d]`` after the last layer -> raw logits ``[n, vocabulary]`` in fp32.
+
+        Final norm, LM head, and what the family does to its logits (softcap, scale), in the model's own dtype as its
+        own forward does; then cut to the common vocabulary and cast.
+        """
+        logits: Tensor = self._head(self.decoder.norm(hidden))[0]  # type: ignore[operator]
+        logits = logits[:, : self.vocabulary]
+        if getattr(self.config, "logits_scaling", None):
+            logits = logits / self.config.logits_scaling
+        if getattr(self.config, "logit_scale", None):
+            logits = logits * self.config.logit_scale
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits.float()
+
+    def _rotary(self, hidden: Tensor, step: Step, kind: str) -> Any:
+        rotary: Any = self.decoder.rotary_emb
+        positions = step.positions.to(hidden.device)
+        return rotary(hidden, positions, kind) if self._rotary_takes_type else rotary(hidden, positions)
+
+    @contextmanager
+    def _our_attention(self) -> Iterator[None]:
+        """Points the model's attention at ours for the length of one pass, and back whatever happens."""
+        before = [c._attn_implementation for c in self._attention_configs]
+        try:
+            for config in self._attention_configs:
+                config._attn_implementation = ATTENTION_NAME
+            yield
+        finally:
+            for config, name in zip(self._attention_configs, before, strict=True):
+                config._attn_implementation = name
+
+    def _check_layers(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if not hasattr(layer, "self_attn"):
+                raise UnsupportedModelError(
+                    f"{self.name}: layer {index} ({type(layer).__name__}) has no self-attention whose keys can be rolled "
+                    "back; models with recurrent or convolutional state are not supported"
+                )
+            for name, parameter in inspect.signature(layer.forward).parameters.items():
+                required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+                if required and name not in _GIVEN:
+                    raise UnsupportedModelError(
+                        f"{self.name}: layer {index} needs an input '{name}' that a plain decoder layer does not have; "
+                        "this architecture can't be driven layer by layer"
+                    )
+
+
+def _attention_modules(layers: Sequence[nn.Module]) -> list[Any]:
+    return [layer.self_attn for layer in layers]
+
+
+def _find_decoder(model: nn.Module) -> Any:
+    """The module with ``embed_tokens, layers, norm, rotary_emb``: the text decoder, also inside a multimodal wrapper."""
+    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
+    seen: Any = getattr(model, "model", None)
+    for candidate in (seen, getattr(seen, "language_model", None), getattr(model, "language_model", None)):
+        if candidate is not None and all(hasattr(candidate, part) for part in parts):
+            return candidate
+    missing = ", ".join(p for p in parts if not hasattr(seen, p)) if seen is not None else "a decoder named 'model'"
+    kind = getattr(getattr(model, "config", None), "model_type", "unknown")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} (model type '{kind}') has another shape than expected: it lacks {missing}; "
+        "supported are decoders of the Llama kind (Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, OLMo2, SmolLM3)"
+    )
+
+
+def _layer_types(name: str, config: Any, layers: Sequence[nn.Module]) -> list[str]:
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * len(layers))
+    for index, kind in enumerate(types[: len(layers)]):
+        if kind not in _LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{name}: layer {index} is of type '{kind}', whose state can't be rolled back here; "
+                f"supported are {' and '.join(sorted(_LAYER_TYPES))}"
+            )
+    return types
