@@ -103,9 +103,7 @@ def _our_forward(layered: LayeredModel, ids: list[int], pieces: list[int]) -> tu
         logits.append(layered.readout(out))
         hidden.append(captured)
         start += length
-    joined = {
-        i: torch.cat([h[i].to(hidden[0][i].device) for h in hidden], dim=1) for i in range(layered.n_layers)
-    }
+    joined = {i: torch.cat([h[i].to(hidden[0][i].device) for h in hidden], dim=1) for i in range(layered.n_layers)}
     return torch.cat(logits), joined
 
 

@@ -37,6 +37,14 @@ class Route:
         return self.keep.index(False) if False in self.keep else len(self.keep)
 
     @property
+    def resumes_at(self) -> int:
+        """The first layer that runs after the first gap; its input is the state at the end of the shared prefix.
+
+        The number of layers where nothing is skipped.
+        """
+        return next((i for i in self.layers if i > self.first_gap), len(self.keep))
+
+    @property
     def skip_ratio(self) -> float:
         """Share of layers left out."""
         return 1 - sum(self.keep) / len(self.keep)

@@ -1,0 +1,196 @@
+"""What a user can ask of one generation, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from viasd.runtime.gates import THETA_ACC, THETA_ESC, Thresholds
+
+from viasd.errors import OptionError
+from viasd.sampling import Processor, SamplingConfig
+
+STRATEGIES = ("auto", "plain", "sd", "cascade")
+MODES = ("lossless", "bounded", "via")
+GATES = ("guarded", "ratio")
+TIERS = ("auto", "2", "3")
+
+GAMMA = 5  # block length of the paper
+BOUNDED_ALPHA = 0.1
+SELF_SKIP = 0.6
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """How to decode.
+
+    Attributes:
+        strategy: ``plain``, ``sd`` (two tiers), ``cascade`` (three), or ``auto``: cascade where there is a mask, else sd.
+        mode: ``lossless`` (the output's law is exactly q), ``bounded`` (total variation to q at most `alpha` per token)
+            or ``via`` (dual thresholds; cascade only). None: via for a cascade, else lossless.
+        tiers: ``auto`` lets measured times and acceptance decide whether a cascade keeps its slim tier; ``3`` forces it,
+            ``2`` leaves it out.
+        gate: ``guarded`` or ``ratio`` (`via` only).
+        thresholds: Dual thresholds (`via` only).
+        gamma: Longest drafted block.
+        alpha: Bound of `bounded` mode, in ``(0, 1)``.
+        max_disagreement: Budget of the guard (`via`, guarded).
+        audit: Share of blocks that skipped the full verifier and are checked by it (`via` only).
+        recheck: Where the full verifier runs, let it test the gated tokens before the escalated one too (`via` only).
+        slim_rounds: Blocks judged by the slim verifier before the full one is called (cascade, lossless and bounded).
+        draft_min_prob: The drafter stops before drawing where it is less sure than this.
+        self_skip: Share of layers that the ``self`` drafter skips.
+
+    Raises:
+        OptionError: If a value is out of range or contradicts another.
+    """
+
+    strategy: str = "auto"
+    mode: str | None = None
+    tiers: str = "auto"
+    gate: str | None = None
+    thresholds: Thresholds | None = None
+    gamma: int = GAMMA
+    alpha: float | None = None
+    max_disagreement: float | None = None
+    audit: float | None = None
+    recheck: bool | None = None
+    slim_rounds: int | None = None
+    draft_min_prob: float = 0.0
+    self_skip: float = SELF_SKIP
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("tiers", self.tiers, TIERS)
+        if self.mode is not None:
+            _one_of("mode", self.mode, MODES)
+        if self.gate is not None:
+            _one_of("gate", self.gate, GATES)
+        if self.gamma < 1:
+            raise OptionError(f"gamma must be at least 1, but got {self.gamma}")
+        if self.slim_rounds is not None and self.slim_rounds < 1:
+            raise OptionError(f"slim_rounds must be at least 1, but got {self.slim_rounds}")
+        _share("draft_min_prob", self.draft_min_prob, below_one=False)
+        _share("self_skip", self.self_skip)
+        if self.audit is not None:
+            _share("audit", self.audit, below_one=False)
+        if self.max_disagreement is not None:
+            _share("max_disagreement", self.max_disagreement)
+        if self.alpha is not None and not 0 < self.alpha < 1:
+            raise OptionError(f"alpha must be above 0 and below 1, but got {self.alpha:g}; alpha 0 is --mode lossless")
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        if self.mode == "via" and self.strategy in ("plain", "sd"):
+            raise OptionError(f"mode via needs three tiers, but strategy is {self.strategy}; use --strategy cascade")
+        if self.mode == "bounded" and self.strategy == "plain":
+            raise OptionError("plain decoding is always lossless; leave out --mode bounded")
+        if self.tiers == "3" and self.strategy in ("plain", "sd"):
+            raise OptionError(f"three tiers contradict strategy {self.strategy}; use --strategy cascade")
+        if self.tiers == "2" and self.strategy == "plain":
+            raise OptionError("two tiers contradict strategy plain; use --strategy sd")
+        if self.tiers == "2" and self.mode == "via":
+            raise OptionError("mode via needs the slim tier; leave out --tiers 2")
+        if self.alpha is not None and self.mode != "bounded":
+            raise OptionError("alpha only means something in bounded mode; add --mode bounded")
+        via = self.mode == "via" or (self.mode is None and self.strategy in ("auto", "cascade"))
+        for name in ("gate", "thresholds", "max_disagreement", "audit", "recheck"):
+            if getattr(self, name) is not None and not via:
+                raise OptionError(f"{name} only means something in via mode; add --strategy cascade --mode via")
+        if self.gate == "ratio" and self.max_disagreement is not None:
+            raise OptionError("max_disagreement is the guard's budget, but --gate ratio switches the guard off")
+        if self.slim_rounds is not None and (self.strategy in ("plain", "sd") or via):
+            raise OptionError("slim_rounds only means something for a cascade in lossless or bounded mode")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A `DecodingConfig` with every choice made.
+
+    Attributes:
+        strategy: ``plain``, ``sd`` or ``cascade``.
+        mode: ``lossless``, ``bounded`` or ``via``.
+        reason: Why, in words, where the user left it open; empty otherwise.
+    """
+
+    strategy: str
+    mode: str
+    reason: str = ""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output's law is exactly q."""
+        return self.mode == "lossless"
+
+
+def plan(config: DecodingConfig, *, has_mask: bool, has_drafter: bool = True) -> Plan:
+    """Settles strategy and mode, before `--tiers auto` may still drop the slim tier.
+
+    Raises:
+        OptionError: If a cascade was asked for and there is no mask.
+    """
+    strategy, mode, reason = config.strategy, config.mode, ""
+    if strategy == "auto":
+        wants_slim = has_mask and config.tiers != "2"
+        if not wants_slim and (mode == "via" or config.tiers == "3"):
+            raise OptionError(_NO_MASK)
+        strategy = "cascade" if wants_slim else "sd"
+        if not has_mask:
+            reason = (
+                "no mask for this target, so there is no slim verifier: decoding with two tiers, lossless "
+                "(--mask even:0.45 makes an evenly spaced one; viasd-search will find better ones)"
+            )
+    if strategy == "cascade":
+        if not has_mask:
+            raise OptionError(_NO_MASK)
+        if config.tiers == "2":
+            strategy = "sd"
+    if mode is None:
+        mode = "via" if strategy == "cascade" else "lossless"
+    return Plan(strategy, mode, reason)
+
+
+_NO_MASK = "a slim verifier needs a mask and none was given or found; add --mask even:0.45 or --mask FILE"
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """One request: how to choose tokens, when to stop, how to decode.
+
+    Attributes:
+        max_new_tokens: Limit of the answer, at least 1.
+        sampling: Temperature and filters.
+        decoding: Strategy, mode and their parameters.
+        seed: Seed of every random stream; None draws one (it is reported).
+        stop: Strings that end the answer; not part of its text.
+        ignore_eos: Go on past the end-of-sequence tokens.
+        processors: The user's logits processors.
+    """
+
+    max_new_tokens: int = 256
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    processors: Sequence[Processor] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens must be at least 1, but got {self.max_new_tokens}")
+
+
+def thresholds_of(config: DecodingConfig) -> Thresholds:
+    """The thresholds asked for, or the paper's."""
+    return config.thresholds or Thresholds(THETA_ACC, THETA_ESC)
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name} must be one of {', '.join(allowed)}, but got '{value}'")
+
+
+def _share(name: str, value: float, *, below_one: bool = True) -> None:
+    good = 0 <= value < 1 if below_one else 0 <= value <= 1
+    if not good:
+        raise OptionError(f"{name} must be at least 0 and {'below' if below_one else 'at most'} 1, but got {value:g}")

@@ -1,0 +1,52 @@
+"""What a drafter is: it proposes a block after a prefix and says from which laws it drew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from viasd.draws import Draws
+from viasd.rows import Rows
+from viasd.sampling import Ahead
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A proposed block.
+
+    Attributes:
+        tokens: The tokens, g of them (none where the drafter has nothing to say).
+        rows: The g laws they were drawn from.
+        confidence: The drafter's own probability of each token, before temperature and filters.
+        logits: Raw logits of each position (``[V]``), or none where the drafter has no model.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    rows: Rows = field(default_factory=lambda: Rows(tokens=()))
+    confidence: list[float] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class Drafter(Protocol):
+    """Proposes tokens.
+
+    A drafter may stop early, but only *before* drawing a token: one that was drawn is always handed over, whatever its
+    value, or the output's law would change.
+    """
+
+    name: str
+
+    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+        """Proposes at most `limit` tokens after `tokens`. `ahead` holds the request's processors at that prefix."""
+        ...
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """Rolls back to a prefix, part of which may be tentative still."""
+        ...
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Rolls back to the committed tokens; also called with the prompt before the first round."""
+        ...

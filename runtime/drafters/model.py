@@ -1,0 +1,70 @@
+"""A drafter that is a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import Stopwatch
+
+from viasd.attention import Segment
+from viasd.draws import Draws
+from viasd.layered import LayeredModel
+from viasd.sampling import Ahead
+
+
+class ModelDrafter:
+    """Drafts with a small model that shares the target's tokenizer.
+
+    Args:
+        model: The drafter, its vocabulary cut to what both tokenizers share.
+        counters: Where calls, tokens fed and seconds are added up.
+        min_confidence: See `draft_stepwise`.
+        stop_tokens: See `draft_stepwise`.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        counters: Counters,
+        *,
+        min_confidence: float = 0.0,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self.name = "model"
+        self.model = model
+        self.kv = model.new_kv()
+        self._counters = counters
+        self._min_confidence = min_confidence
+        self._stop_tokens = stop_tokens
+
+    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+        """See `Drafter`."""
+        with Stopwatch(self._counters.seconds_by_tier, "drafter", self.model.device):
+            return draft_stepwise(
+                self._forward,
+                tokens[self.kv.full_len :],
+                limit,
+                ahead,
+                draws,
+                min_confidence=self._min_confidence,
+                stop_tokens=self._stop_tokens,
+            )
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self.kv.roll_back(len(tokens) - 1)
+
+    settle = rewind
+
+    def _forward(self, tokens: Sequence[int]) -> Tensor:
+        kv, model = self.kv, self.model
+        step = model.step([Segment(kv, kv.full_len, len(tokens))])
+        hidden, _ = model.run(model.embed(tokens), range(model.n_layers), step)
+        kv.full_len = kv.slim_len = kv.full_len + len(tokens)
+        self._counters.drafter_calls += 1
+        self._counters.drafter_tokens_fed += len(tokens)
+        return model.readout(hidden[:, -1:])[0]

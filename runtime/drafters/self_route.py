@@ -1,0 +1,80 @@
+"""A drafter that is the target itself with more layers skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.target import Stopwatch, TieredTarget
+
+from viasd.attention import Segment
+from viasd.draws import Draws
+from viasd.errors import OptionError
+from viasd.routes import Route
+from viasd.sampling import Ahead
+
+
+class SelfDrafter:
+    """Drafts with a route through the target that skips more layers than the slim verifier does.
+
+    It reads the target's cache and writes its own keys only above the slim watermark, where the verifier that judges the
+    block writes over them before reading. So it costs no memory and no second prefill.
+
+    Args:
+        target: The sequence's target.
+        route: Layers to draft with; where there is a slim tier, a subset of its layers (it reads that tier's keys).
+        min_confidence: See `draft_stepwise`.
+        stop_tokens: See `draft_stepwise`.
+
+    Raises:
+        OptionError: If `route` keeps a layer that the slim tier skips.
+    """
+
+    def __init__(
+        self,
+        target: TieredTarget,
+        route: Route,
+        *,
+        min_confidence: float = 0.0,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        if target.route is not None and not set(route.layers) <= set(target.route.layers):
+            raise OptionError("the self drafter must keep only layers that the slim verifier keeps")
+        self.name = "self"
+        self.route = route
+        self._target = target
+        self._position = 0
+        self._min_confidence = min_confidence
+        self._stop_tokens = stop_tokens
+
+    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+        """See `Drafter`."""
+        target = self._target
+        self._position = target.kv.slim_len
+        with Stopwatch(target.counters.seconds_by_tier, "drafter", target.model.device):
+            return draft_stepwise(
+                self._forward,
+                tokens[self._position :],
+                limit,
+                ahead,
+                draws,
+                min_confidence=self._min_confidence,
+                stop_tokens=self._stop_tokens,
+            )
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """See `Drafter`. Nothing to do: every draft starts again at the target's own watermark."""
+
+    settle = rewind
+
+    def _forward(self, tokens: Sequence[int]) -> Tensor:
+        target = self._target
+        model = target.model
+        step = model.step([Segment(target.kv, self._position, len(tokens))])
+        hidden, _ = model.run(model.embed(tokens), self.route.layers, step)
+        self._position += len(tokens)
+        target.counters.drafter_calls += 1
+        target.counters.drafter_tokens_fed += len(tokens)
+        return model.readout(hidden[:, -1:])[0]

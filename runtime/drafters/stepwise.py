@@ -1,0 +1,56 @@
+"""Drafting token by token from a source of logits: shared by the model drafter and the self drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from viasd.runtime.drafters.base import Draft
+
+from viasd.draws import Draws
+from viasd.rows import Rows
+from viasd.sampling import Ahead
+
+
+def draft_stepwise(
+    forward: Callable[[Sequence[int]], Tensor],
+    backlog: Sequence[int],
+    limit: int,
+    ahead: Ahead,
+    draws: Draws,
+    *,
+    min_confidence: float,
+    stop_tokens: frozenset[int],
+) -> Draft:
+    """Draws up to `limit` tokens one after another.
+
+    Args:
+        forward: Runs tokens and returns the raw logits ``[V]`` after the last of them.
+        backlog: Tokens that `forward` has not seen, at least one.
+        limit: Largest number of tokens to draw.
+        ahead: The request's processors at this prefix.
+        draws: Source of randomness.
+        min_confidence: Stop before drawing where the largest raw probability is below this (0 never stops).
+        stop_tokens: After drawing one of these there is nothing left to draft (the token itself is kept).
+    """
+    tokens: list[int] = []
+    rows, confidence, raw = [], [], []
+    feed = backlog
+    while len(tokens) < limit:
+        logits = forward(feed)
+        top = torch.softmax(logits, dim=-1)
+        if min_confidence > 0 and float(top.max()) < min_confidence:
+            break
+        row = ahead.row(logits)
+        token = draws.draft(row)
+        tokens.append(token)
+        rows.append(row)
+        confidence.append(top[token])
+        raw.append(logits)
+        if token in stop_tokens:
+            break
+        ahead.push(token)
+        feed = [token]
+    values: list[float] = torch.stack(confidence).tolist() if confidence else []
+    return Draft(tokens, Rows.joined(rows) if rows else Rows(tokens=()), values, raw)

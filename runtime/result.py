@@ -1,0 +1,98 @@
+"""What a generation gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from viasd.runtime.metrics import Counters
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer and how it came about.
+
+    Attributes:
+        text: The answer's text, special tokens left out; ends before a stop string.
+        token_ids: The answer's tokens; the one that completes a stop string and an EOS are the last.
+        prompt_tokens: Length of the prompt.
+        finish_reason: ``eos``, ``stop`` or ``length``.
+        strategy: Strategy that ran.
+        mode: Mode that ran.
+        lossless: Whether the output's law is exactly the target's.
+        tiers: Tier of each token: ``drafter``, ``slim`` or ``full``.
+        stats: Counts and seconds.
+        seed: The seed used.
+        pair: Name of the pair.
+        mask: Name of the slim verifier's mask, or None.
+        dtype: Data type of the target.
+        device: Device of the target.
+        notes: What a person should know: choices made for them, and how far a lossy output can be trusted.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    strategy: str
+    mode: str
+    lossless: bool
+    tiers: list[str]
+    stats: Counters
+    seed: int
+    pair: str
+    mask: str | None
+    dtype: str
+    device: str
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object of ``viasd-run --json``."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "finish_reason": self.finish_reason,
+            "strategy": self.strategy,
+            "mode": self.mode,
+            "lossless": self.lossless,
+            "pair": self.pair,
+            "mask": self.mask,
+            "dtype": self.dtype,
+            "device": self.device,
+            "seed": self.seed,
+            "tiers": self.tiers,
+            "stats": self.stats.as_json(),
+            "notes": self.notes,
+        }
+
+
+def loss_statement(result: Result) -> str:
+    """How far the output can differ from the target's own, in one sentence; every lossy output carries it."""
+    return describe_loss(result.mode, result.stats, result.lossless)
+
+
+def describe_loss(mode: str, counters: Counters, lossless: bool, alpha: float | None = None) -> str:
+    """See `loss_statement`.
+
+    Args:
+        mode: The mode that ran.
+        counters: Its counts.
+        lossless: Whether nothing lossy ran.
+        alpha: The bound of bounded mode.
+    """
+    if lossless:
+        return "lossless: same law as the target alone"
+    if mode == "bounded":
+        return f"LOSSY (bounded): each token's law is within total variation {alpha:g} of the target's"
+    audit = counters.audit
+    if counters.unseen == 0 and not audit.blocks:
+        return "LOSSY mode via, but the full verifier checked every token of this answer"
+    unseen = f"{counters.unseen} of {counters.emitted} tokens were not checked by the full verifier"
+    if not audit.blocks:
+        return f"LOSSY (via): {unseen}; none of such blocks was audited, so their disagreement is unknown"
+    low, high = audit.interval
+    return (
+        f"LOSSY (via): {unseen}; audited disagreement of such blocks {audit.disagreed:.3g} in {audit.tokens} tokens "
+        f"({len(audit.blocks)} blocks; 95 % interval {low:.1%} to {high:.1%})"
+    )

@@ -1,0 +1,328 @@
+"""One answer: strategy rounds until an end is reached, cut exactly there, as text deltas with their tier."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from viasd.runtime.config import GenerationConfig, Plan, thresholds_of
+from viasd.runtime.config import plan as settle_plan
+from viasd.runtime.drafters import Drafter, LookupDrafter, ModelDrafter, SelfDrafter
+from viasd.runtime.gates import Gate, RatioGate
+from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
+from viasd.runtime.metrics import Counters
+from viasd.runtime.result import Result, describe_loss
+from viasd.runtime.strategies import (
+    ChainedCascade,
+    Emission,
+    GatedCascade,
+    Plain,
+    SpeculativeDecoding,
+    Strategy,
+    Workbench,
+)
+from viasd.runtime.target import Target, TieredTarget
+from viasd.runtime.textstream import TextStream
+from viasd.runtime.tiers import measure_tiers
+
+from viasd.draws import Draws, SeededDraws
+from viasd.errors import OptionError
+from viasd.masks import LayerMask
+from viasd.pair import Pair
+from viasd.sampling import Sampler
+
+DEFAULT_AUDIT = 0.05
+DEFAULT_MAX_DISAGREEMENT = 0.02
+DEFAULT_ALPHA = 0.1
+
+
+class Event(NamedTuple):
+    """A piece of an answer as it is made.
+
+    Attributes:
+        text: Text delta; empty while a character is incomplete or a stop string may be beginning.
+        token_ids: The tokens it covers.
+        tier: Where the last of them came from.
+        stats: The running counts (the same object throughout; it changes as the answer goes on).
+    """
+
+    text: str
+    token_ids: list[int]
+    tier: str
+    stats: Counters
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where an answer ends: token limit and end-of-sequence tokens."""
+
+    room: int
+    eos: frozenset[int]
+
+
+def rounds(
+    strategy: Strategy,
+    target: Target,
+    drafter: Drafter | None,
+    sampler: Sampler,
+    tokens: list[int],
+    ending: Ending,
+    counters: Counters,
+) -> Iterator[tuple[Emission, str | None]]:
+    """Runs a strategy to the end of an answer, committing its tokens to `tokens`.
+
+    Yields:
+        Each round's emission cut at the end of the answer, and the reason if this is the last: ``eos`` or ``length``.
+        Closing the generator (a stop string) leaves `tokens` as committed.
+    """
+    left = ending.room
+    if drafter is not None:
+        drafter.settle(tokens)
+    while True:
+        emission = strategy.round(tokens, left)
+        emission, reason = cut(emission, left, ending.eos)
+        n = len(emission.tokens)
+        sampler.commit(tokens, emission.tokens, emission.logits)
+        tokens.extend(emission.tokens)
+        left -= n
+        target.settle(tokens)
+        if drafter is not None:
+            drafter.settle(tokens)
+        yield emission, reason
+        if reason is not None:
+            return
+
+
+def cut(emission: Emission, room: int, eos: frozenset[int]) -> tuple[Emission, str | None]:
+    """Cuts a round's tokens after the first EOS and at the limit; what lies beyond was never emitted."""
+    n = min(len(emission.tokens), room)
+    reason = "length" if n == room else None
+    for i, token in enumerate(emission.tokens[:n]):
+        if token in eos:
+            n, reason = i + 1, "eos"
+            break
+    return shortened(emission, n), reason
+
+
+def shortened(emission: Emission, n: int) -> Emission:
+    """The first n tokens of an emission."""
+    if n == len(emission.tokens):
+        return emission
+    return Emission(
+        emission.tokens[:n],
+        emission.tiers[:n],
+        emission.logits[:n],
+        emission.drafted[:n],
+        min(emission.unseen, n),
+    )
+
+
+class Session:
+    """Iterates over the events of one answer; `result` holds the whole of it afterwards.
+
+    Args:
+        pair: A loaded pair.
+        prompt_ids: The prompt.
+        config: What to do.
+        mask: Layers the slim verifier keeps, or None.
+        guard: A guard that has learnt from earlier answers (a chat); None makes a fresh one.
+        chat: Whether the prompt came through a chat template (its answer is then a text of its own).
+        draws: Source of randomness (tests); None seeds one.
+
+    Raises:
+        OptionError: If options contradict each other or the pair.
+        MaskError: If the mask is not for this target.
+        ContextLengthError: If the prompt leaves no room.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        prompt_ids: Sequence[int],
+        config: GenerationConfig,
+        *,
+        mask: LayerMask | None = None,
+        guard: Guard | None = None,
+        chat: bool = False,
+        draws: Draws | None = None,
+    ) -> None:
+        self.pair = pair
+        self.config = config
+        self.prompt = pair.encode(prompt_ids)
+        self.notes: list[str] = []
+        self.mask = mask
+        if mask is not None:
+            warning = mask.check(pair.target, pair.target_id)
+            if warning:
+                self.notes.append(warning)
+        self.plan = self._settle()
+        self.seed = secrets.randbits(31) if config.seed is None else config.seed
+        self.counters = Counters()
+        self._limit = min(config.max_new_tokens, pair.target.context_length - len(self.prompt))
+        if self._limit < config.max_new_tokens:
+            self.notes.append(
+                f"the answer is limited to {self._limit} tokens: prompt and answer share a context of "
+                f"{pair.target.context_length}"
+            )
+        self._sampler = Sampler(config.sampling, config.processors)
+        self._draws = draws or SeededDraws(self.seed)
+        slim = self.plan.strategy == "cascade"
+        self._target = TieredTarget(pair.target, mask.route if slim and mask is not None else None, self.counters)
+        self._drafter = None if self.plan.strategy == "plain" else self._make_drafter()
+        self.guard = guard
+        self._strategy = self._make_strategy()
+        self._text = TextStream(pair.tokenizer, () if chat else self.prompt, tuple(config.stop))
+        self.result: Result | None = None
+
+    def __iter__(self) -> Iterator[Event]:
+        # Inference mode is entered around each round and not around a yield: whoever holds the iterator keeps their own.
+        counters, tokens = self.counters, list(self.prompt)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self._target.prefill(tokens[:-1])
+        ending = Ending(self._limit, frozenset() if self.config.ignore_eos else self.pair.eos_ids)
+        steps = rounds(self._strategy, self._target, self._drafter, self._sampler, tokens, ending, counters)
+        produced: list[int] = []
+        tiers: list[str] = []
+        text = ""
+        reason: str | None = None
+        try:
+            while reason is None:
+                with torch.inference_mode():
+                    emission, reason = next(steps)
+                pieces = self._text.push(emission.tokens)
+                if self._text.stopped_at is not None:
+                    reason = "stop"
+                emission = shortened(emission, self._text.consumed)
+                produced += emission.tokens
+                tiers += emission.tiers
+                self._count(emission, started)
+                position = 0
+                for piece in pieces:
+                    text += piece.text
+                    end = position + piece.tokens
+                    yield Event(piece.text, emission.tokens[position:end], emission.tiers[end - 1], counters)
+                    position = end
+            rest = self._text.finish()
+            if rest:
+                text += rest
+                yield Event(rest, [], tiers[-1], counters)
+        finally:
+            self._count_seconds(started)
+            self.result = self._finish(text, produced, tiers, reason or "interrupted")
+
+    def _settle(self) -> Plan:
+        config = self.config.decoding
+        chosen = settle_plan(config, has_mask=self.mask is not None)
+        if chosen.strategy == "cascade" and config.tiers == "auto" and self.mask is not None:
+            report = measure_tiers(self.pair, self.mask, config, chosen.mode)
+            self.notes.append(report.sentence())
+            if not report.keeps_slim:
+                mode = "lossless" if chosen.mode == "via" else chosen.mode
+                return replace(chosen, strategy="sd", mode=mode)
+        if chosen.reason:
+            self.notes.append(chosen.reason)
+        return chosen
+
+    def _make_drafter(self) -> Drafter:
+        pair, config = self.pair, self.config.decoding
+        stops = frozenset() if self.config.ignore_eos else pair.eos_ids
+        if pair.drafter is not None:
+            return ModelDrafter(pair.drafter, self.counters, min_confidence=config.draft_min_prob, stop_tokens=stops)
+        if pair.drafter_kind == "lookup":
+            return LookupDrafter(self.counters, min_confidence=config.draft_min_prob, stop_tokens=stops)
+        base = self._target.route or LayerMask.even(pair.target.n_layers, 0.0).route
+        return SelfDrafter(
+            self._target, base.thinned(config.self_skip), min_confidence=config.draft_min_prob, stop_tokens=stops
+        )
+
+    def _make_strategy(self) -> Strategy:
+        config = self.config.decoding
+        bench = Workbench(self._target, self._sampler, self._draws, self.counters)
+        if self._drafter is None:
+            return Plain(bench)
+        alpha = (config.alpha or DEFAULT_ALPHA) if self.plan.mode == "bounded" else 0.0
+        if self.plan.strategy == "sd":
+            return SpeculativeDecoding(bench, self._drafter, gamma=config.gamma, alpha=alpha)
+        if self.plan.mode != "via":
+            return ChainedCascade(
+                bench,
+                self._drafter,
+                gamma=config.gamma,
+                slim_rounds=config.slim_rounds or 1,
+                alpha=alpha,
+                stop_tokens=frozenset() if self.config.ignore_eos else self.pair.eos_ids,
+            )
+        return GatedCascade(
+            bench,
+            self._drafter,
+            self._make_gate(),
+            gamma=config.gamma,
+            recheck=config.recheck is not False,
+            audit=DEFAULT_AUDIT if config.audit is None else config.audit,
+        )
+
+    def _make_gate(self) -> Gate:
+        config = self.config.decoding
+        thresholds = thresholds_of(config)
+        if config.gate == "ratio":
+            self.notes.append("gate ratio: no guard, so nothing bounds how far this output strays from the target")
+            return RatioGate(thresholds)
+        if self.guard is None:
+            budget = config.max_disagreement
+            start = None if self.mask is None else self.mask.details.get("guard")
+            self.guard = Guard(
+                GuardConfig(max_disagreement=DEFAULT_MAX_DISAGREEMENT if budget is None else budget), start
+            )
+        return GuardedGate(thresholds, self.guard)
+
+    def _count(self, emission: Emission, started: float) -> None:
+        counters = self.counters
+        counters.emitted += len(emission.tokens)
+        for tier in emission.tiers:
+            counters.by_tier[tier] += 1
+        counters.accepted += sum(emission.drafted)
+        counters.unseen += emission.unseen
+        self._count_seconds(started)
+
+    def _count_seconds(self, started: float) -> None:
+        counters = self.counters
+        counters.seconds = time.perf_counter() - started
+        counters.seconds_by_tier["loop"] = 0.0
+        counters.seconds_by_tier["loop"] = max(0.0, counters.seconds - sum(counters.seconds_by_tier.values()))
+
+    def _finish(self, text: str, produced: list[int], tiers: list[str], reason: str) -> Result:
+        alpha = self.config.decoding.alpha or DEFAULT_ALPHA
+        loss = describe_loss(self.plan.mode, self.counters, self.plan.lossless, alpha)
+        return Result(
+            text=text,
+            token_ids=produced,
+            prompt_tokens=len(self.prompt),
+            finish_reason=reason,
+            strategy=self.plan.strategy,
+            mode=self.plan.mode,
+            lossless=self.plan.lossless,
+            tiers=tiers,
+            stats=self.counters,
+            seed=self.seed,
+            pair=self.pair.name,
+            mask=self.mask.name if self.mask is not None and self.plan.strategy == "cascade" else None,
+            dtype=self.pair.dtype,
+            device=self.pair.device,
+            notes=[*self.notes, *([] if self.plan.lossless else [loss])],
+        )
+
+
+def check_prompt_kind(prompt: object) -> bool:
+    """Whether a prompt is a chat (a sequence of messages)."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    if len(prompt) and isinstance(prompt[0], dict):
+        if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+            raise OptionError("chat messages must each have 'role' and 'content'")
+        return True
+    return False

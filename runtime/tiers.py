@@ -1,0 +1,245 @@
+"""Does the slim tier pay? Measured times and acceptance of this pair on this machine, and the decision in words."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from viasd.runtime.config import DecodingConfig, thresholds_of
+from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.gates import Decision
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import TieredTarget
+
+from viasd.divergences import (
+    accept_mass,
+    expected_tokens,
+    predicted_seconds_cascade,
+    predicted_seconds_sd,
+    stage_cost,
+)
+from viasd.masks import LayerMask
+from viasd.pair import Pair
+from viasd.routes import Route
+
+# Short texts whose continuations the target writes itself; the second invites repetition, so that lookup has a say.
+_PROMPTS = (
+    "The three most important inventions of the last two hundred years are",
+    "Repeat this list twice, word for word: red apples, green pears, yellow plums, blue berries. Red apples, green pears,",
+)
+_TOKENS = 32  # written per prompt
+_REPEATS = 5  # timings per pass; the median counts
+_FLOOR = -50.0
+
+
+@dataclass(frozen=True)
+class TierReport:
+    """What was measured and what follows from it.
+
+    Attributes:
+        seconds: Median seconds of a drafter step (``drafter``), a slim pass over a block (``slim``), a full pass over a
+            block (``full``), the part of a full pass behind the shared prefix (``escalation``), and a full pass over one
+            token (``plain``).
+        rejection: Mean rejection by stage: ``drafter_full``, ``drafter_slim``, ``slim_full`` (1 - accept mass).
+        delta: ``C(p->q) - C(p->u) - C(u->q)``; positive means the slim tier shortens the path. None where the drafter
+            proposed nothing on the calibration text.
+        per_token: Predicted seconds per token of ``plain``, ``sd`` and ``cascade``.
+        keeps_slim: The decision.
+    """
+
+    seconds: dict[str, float]
+    rejection: dict[str, float]
+    delta: float | None
+    per_token: dict[str, float]
+    keeps_slim: bool
+
+    def sentence(self) -> str:
+        """The decision and the numbers behind it."""
+        sd, cascade, plain = (self.per_token[k] * 1e3 for k in ("sd", "cascade", "plain"))
+        delta = "unknown (the drafter proposed nothing)" if self.delta is None else f"{self.delta:+.3f}"
+        verdict = "keeping the slim tier" if self.keeps_slim else "leaving the slim tier out"
+        slower = min(sd, cascade) > plain
+        best = "sd" if sd <= cascade else "cascade"
+        warning = f"; both are predicted to be slower than plain decoding, {best} the less so" if slower else ""
+        return (
+            f"tiers auto: {verdict} (Delta {delta}; predicted ms/token: two tiers {sd:.1f}, three tiers {cascade:.1f}, "
+            f"plain {plain:.1f}{warning}; --tiers 3 forces it)"
+        )
+
+
+def measure_tiers(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str) -> TierReport:
+    """Measures once per loaded pair, mask and settings, and remembers it with the pair.
+
+    The target writes a little text of its own; rows of drafter and slim verifier are compared with its rows there, as the
+    runtime would see them (the slim path reads the full path's keys below each block). Times are medians on this machine.
+    """
+    key = (mask.keep, config.gamma, mode, config.thresholds, config.self_skip)
+    if key not in pair.measured:
+        with torch.inference_mode():
+            pair.measured[key] = _measure(pair, mask, config, mode)
+    report: TierReport = pair.measured[key]
+    return report
+
+
+def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str) -> TierReport:
+    gamma = config.gamma
+    thresholds = thresholds_of(config)
+    stages: dict[str, list[Tensor]] = {"drafter_full": [], "drafter_slim": [], "slim_full": []}
+    costs: dict[str, list[Tensor]] = {name: [] for name in stages}
+    decisions: list[Decision] = []
+    tokens: list[int] = []
+    for prompt in _PROMPTS:
+        tokens, first, q = _write(pair, pair.encode(prompt))
+        slim = _block_rows(pair, mask.route, tokens, first, gamma + 1)
+        pairs = [("slim_full", slim, q)]
+        proposals = _proposal_rows(pair, mask.route, tokens, first, gamma, config)
+        if proposals is not None:
+            where, p = proposals
+            pairs += [("drafter_full", p, q[where]), ("drafter_slim", p, slim[where])]
+            best = slim[where].amax(dim=-1)
+            ratio = (slim[where].gather(1, p.argmax(dim=-1, keepdim=True))[:, 0] - best).exp()
+            decisions += [thresholds.decide(r) for r in ratio.tolist()]
+        for name, proposal, verifier in pairs:
+            stages[name].append(1 - accept_mass(proposal, verifier))
+            costs[name].append(stage_cost(proposal, verifier))
+    rejection = {name: float(torch.cat(v).mean()) if v else 1.0 for name, v in stages.items()}
+    cost = {name: float(torch.cat(v).mean()) if v else None for name, v in costs.items()}
+    delta = None
+    if cost["drafter_full"] is not None and cost["drafter_slim"] is not None and cost["slim_full"] is not None:
+        delta = cost["drafter_full"] - cost["drafter_slim"] - cost["slim_full"]
+    seconds = _time_passes(pair, mask.route, tokens, config)
+    per_token = {
+        "plain": seconds["plain"],
+        "sd": predicted_seconds_sd(rejection["drafter_full"], gamma, seconds["drafter"], seconds["full"]),
+        "cascade": _cascade_seconds(mode, gamma, seconds, rejection, decisions),
+    }
+    pays = per_token["cascade"] < per_token["sd"]
+    return TierReport(seconds, rejection, delta, per_token, pays and delta is not None and delta > 0)
+
+
+def _cascade_seconds(
+    mode: str, gamma: int, seconds: dict[str, float], rejection: dict[str, float], decisions: list[Decision]
+) -> float:
+    """Predicted seconds per token of three tiers."""
+    if mode == "via":
+        if not decisions:
+            return float("inf")
+        refused = sum(d is not Decision.ACCEPT for d in decisions) / len(decisions)
+        escalated = sum(d is Decision.ESCALATE for d in decisions) / len(decisions)
+        share = 1 - (1 - escalated) ** gamma
+        return predicted_seconds_cascade(
+            refused, gamma, seconds["drafter"], seconds["slim"], share, seconds["escalation"]
+        )
+    # Chain: a slim block of E tokens, each of which the full verifier keeps with probability 1 - rejection.
+    block = expected_tokens(rejection["drafter_slim"], gamma)
+    emitted = expected_tokens(rejection["slim_full"], block)
+    return (gamma * seconds["drafter"] + seconds["slim"] + seconds["escalation"]) / emitted
+
+
+def _write(pair: Pair, prompt: list[int]) -> tuple[list[int], int, Tensor]:
+    """Greedy text of the target: all tokens, where its own begin, and q's log-probs ``[n, V]`` of the written ones."""
+    target = TieredTarget(pair.target, None, Counters())
+    tokens = list(prompt)
+    rows = []
+    for _ in range(min(_TOKENS, pair.target.context_length - len(prompt) - 1)):
+        row = target.full(tokens, 1)
+        rows.append(torch.log_softmax(row, dim=-1))
+        tokens.append(int(row[0].argmax()))
+    return tokens, len(prompt), torch.cat(rows)
+
+
+def _block_rows(pair: Pair, route: Route, tokens: list[int], first: int, block: int) -> Tensor:
+    """Log-probs ``[n, V]`` of a route for the tokens from `first` on, in blocks above the full path's keys."""
+    target = TieredTarget(pair.target, route, Counters())
+    rows = []
+    for start in range(first, len(tokens), block):
+        end = min(start + block, len(tokens))
+        target.prefill(tokens[: start - 1])
+        rows.append(torch.log_softmax(target.slim(tokens[: end - 1], end - start), dim=-1))
+        target.kv.forget_pending()
+    return torch.cat(rows)
+
+
+def _proposal_rows(
+    pair: Pair, slim: Route, tokens: list[int], first: int, gamma: int, config: DecodingConfig
+) -> tuple[Tensor, Tensor] | None:
+    """Indices (of written tokens) at which the drafter has something to say, and its log-probs ``[n, V]`` there."""
+    n = len(tokens) - first
+    if pair.drafter is not None:
+        alone = TieredTarget(pair.drafter, None, Counters())
+        return torch.arange(n), torch.log_softmax(alone.full(tokens[:-1], n), dim=-1)
+    if pair.drafter_kind == "self":
+        return torch.arange(n), _block_rows(pair, slim.thinned(config.self_skip), tokens, first, gamma + 1)
+    lookup = LookupDrafter(Counters())
+    found = [(i, lookup.next_token(tokens[: first + i])) for i in range(n)]
+    hits = [(i, token) for i, token in found if token is not None]
+    if not hits:
+        return None
+    rows = torch.full((len(hits), pair.target.vocabulary), _FLOOR, device=pair.target.device)
+    for row, (_, token) in zip(rows, hits, strict=True):
+        row[token] = 0.0
+    return torch.tensor([i for i, _ in hits]), rows
+
+
+def _time_passes(pair: Pair, route: Route, tokens: list[int], config: DecodingConfig) -> dict[str, float]:
+    """Median seconds of every pass a round is made of, on the last block of `tokens`."""
+    block = config.gamma + 1
+    target = TieredTarget(pair.target, route, Counters())
+    base = max(1, len(tokens) - block)
+    target.prefill(tokens[:base])
+
+    def full(length: int) -> Callable[[], object]:
+        def run() -> object:
+            target.kv.roll_back(base)
+            return target.full(tokens[: base + length], length)
+
+        return run
+
+    def slim() -> object:
+        target.kv.roll_back(base)
+        return target.slim(tokens, len(tokens) - base)
+
+    def escalate() -> object:
+        return target.full(tokens, len(tokens) - base)
+
+    seconds = {"plain": _median(full(1)), "full": _median(full(len(tokens) - base))}
+    seconds["slim"] = _median(slim)
+    seconds["escalation"] = _median(escalate, before=slim)
+    if pair.drafter is not None:
+        alone = TieredTarget(pair.drafter, None, Counters())
+        alone.prefill(tokens[:-1])
+
+        def step() -> object:
+            alone.kv.roll_back(len(tokens) - 1)
+            return alone.full(tokens, 1)
+
+        seconds["drafter"] = _median(step)
+    elif pair.drafter_kind == "self":
+        own = TieredTarget(pair.target, route.thinned(config.self_skip), Counters())
+        own.prefill(tokens[:-1])
+
+        def own_step() -> object:
+            own.kv.roll_back(len(tokens) - 1)
+            return own.slim(tokens, 1)
+
+        seconds["drafter"] = _median(own_step)
+    else:
+        seconds["drafter"] = 0.0
+    return seconds
+
+
+def _median(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """Median seconds of `run` after a warm-up. A pass ends with its stopwatch waiting for the accelerator."""
+    taken = []
+    for repeat in range(_REPEATS + 1):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        run()
+        if repeat:
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)

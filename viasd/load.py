@@ -1,0 +1,52 @@
+"""`load_pair`: from a pair's name, or two references, to a `Pair` that is ready to decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from viasd.errors import OptionError
+from viasd.loading import LoadConfig, load_pair_models
+from viasd.pair import Pair, make_pair
+from viasd.pairs import DEFAULT_PAIR, parse_pair
+
+
+def load_pair(
+    pair: str | None = None,
+    *,
+    drafter: str | None = None,
+    target: str | None = None,
+    config: LoadConfig | None = None,
+    kernel: str = "auto",
+    say: Callable[[str], None] = lambda line: None,
+) -> Pair:
+    """Loads a drafter and a target that share a tokenizer, and checks that both can be driven exactly.
+
+    Args:
+        pair: A registered name such as ``gemma2-2b:27b``; None takes the default pair, or `drafter` and `target`.
+        drafter: Hub id, local folder or ``.gguf`` file, ``lookup`` (the default) or ``self``; needs `target`.
+        target: Hub id, local folder or ``.gguf`` file.
+        config: Device, dtype, weights and so on; None for all defaults.
+        kernel: ``auto``, ``sdpa`` or ``eager`` attention.
+        say: Receives one-line notices.
+
+    Raises:
+        OptionError: If both a pair and single references are given, or a drafter without a target.
+        ViasdError: If anything can't be found, loaded, or used together.
+    """
+    config = config or LoadConfig()
+    if pair is not None and (drafter is not None or target is not None):
+        raise OptionError("give either a pair or drafter and target, but got both")
+    if drafter is not None and target is None:
+        raise OptionError("a drafter needs a target; add --target")
+    wanted = (drafter or "lookup", target) if target is not None else parse_pair(pair or DEFAULT_PAIR, base=config.base)
+    loaded = load_pair_models(wanted, config, say)
+    return make_pair(
+        loaded.target,
+        loaded.target_tokenizer,
+        drafter=loaded.drafter if loaded.drafter is not None else loaded.drafter_id,
+        drafter_tokenizer=loaded.drafter_tokenizer,
+        name=f"{wanted[0]} -> {wanted[1]}" if isinstance(wanted, tuple) else wanted.name,
+        target_id=loaded.target_id,
+        kernel=kernel,
+        source=loaded.source,
+    )

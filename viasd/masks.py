@@ -1,0 +1,237 @@
+"""Mask files: which layers of which target a slim verifier keeps, and where that mask came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from viasd.errors import MaskError
+from viasd.files import write_atomically
+from viasd.layered import LayeredModel
+from viasd.routes import Route
+
+SCHEMA_VERSION = 1
+
+_SHAPE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "rms_norm_eps",
+)
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What a mask remembers of the target it was made for.
+
+    Attributes:
+        id: Hub id or local path, as it was asked for.
+        config: Hash of the architecture (shape keys of the config).
+        weights: Hash of a few small, never quantised weights (norms, rounded to bf16 so that the load dtype is immaterial).
+    """
+
+    id: str
+    config: str
+    weights: str
+
+    @classmethod
+    def of(cls, model: LayeredModel, model_id: str) -> ModelIdentity:
+        """Identity of a loaded model."""
+        shape = {key: getattr(model.config, key, None) for key in _SHAPE_KEYS}
+        first, last = model.layers[0], model.decoder.norm
+        norms = [p for m in (first, last) for n, p in m.named_parameters() if "norm" in n or m is last]
+        digest = hashlib.sha256()
+        for weight in norms:
+            digest.update(weight.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        text = json.dumps(shape, sort_keys=True, default=str)
+        return cls(model_id, hashlib.sha256(text.encode()).hexdigest()[:16], digest.hexdigest()[:16])
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """Layers a slim verifier keeps, with provenance.
+
+    Attributes:
+        keep: One flag a layer; True runs, False is skipped.
+        name: Where it came from, for people: a file, ``even:0.45``, a study.
+        pair: Pair it was searched for, or None.
+        target: Identity of the target it belongs to, or None for a mask made on the spot.
+        details: Everything else the file carries (cost, seed, versions, guard coefficients ...), untouched.
+    """
+
+    keep: tuple[bool, ...]
+    name: str = "mask"
+    pair: str | None = None
+    target: ModelIdentity | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.keep) < 2:
+            raise MaskError(f"a mask needs at least two layers, but got {len(self.keep)}")
+        if not self.keep[0] or not self.keep[-1]:
+            raise MaskError(
+                f"mask '{self.name}' skips the {'first' if not self.keep[0] else 'last'} layer; both must be kept"
+            )
+
+    @classmethod
+    def even(cls, n_layers: int, skip_ratio: float) -> LayerMask:
+        """Skips ``round(skip_ratio * n_layers)`` inner layers, spread evenly; first and last are kept.
+
+        Raises:
+            MaskError: If `skip_ratio` is not in ``[0, 1)`` or leaves fewer layers than the two that are always kept.
+        """
+        if not 0 <= skip_ratio < 1:
+            raise MaskError(f"skip ratio must be at least 0 and below 1, but got {skip_ratio:g}")
+        skipped = round(skip_ratio * n_layers)
+        inner = n_layers - 2
+        if skipped > inner:
+            raise MaskError(
+                f"skip ratio {skip_ratio:g} would skip {skipped} of {n_layers} layers, but first and last are always "
+                f"kept; at most {inner / n_layers:.2f} is possible"
+            )
+        gone = {1 + int((i + 0.5) * inner / skipped) for i in range(skipped)}
+        return cls(tuple(i not in gone for i in range(n_layers)), name=f"even:{skip_ratio:g}")
+
+    @property
+    def route(self) -> Route:
+        """The route this mask describes."""
+        return Route(self.keep)
+
+    @property
+    def skip_ratio(self) -> float:
+        """Share of layers skipped."""
+        return self.route.skip_ratio
+
+    def check(self, model: LayeredModel, model_id: str) -> str | None:
+        """Compares the mask with the target it is about to be used on.
+
+        Returns:
+            A warning for people when the layers fit but the weights are not those of the search, else None.
+
+        Raises:
+            MaskError: If layer count or architecture differ.
+        """
+        if len(self.keep) != model.n_layers:
+            raise MaskError(
+                f"mask '{self.name}' has {len(self.keep)} layers, but {model_id} has {model.n_layers}; "
+                "use a mask made for this target, or --mask even:0.45"
+            )
+        if self.target is None:
+            return None
+        found = ModelIdentity.of(model, model_id)
+        if found.config != self.target.config:
+            raise MaskError(
+                f"mask '{self.name}' was made for {self.target.id}, whose architecture differs from {model_id}'s "
+                "though the layer count is the same; use a mask made for this target"
+            )
+        if found.weights != self.target.weights:
+            return (
+                f"mask '{self.name}' was searched on {self.target.id}; the weights of {model_id} are others, "
+                "so its cost and guard figures may not hold"
+            )
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The mask as the JSON object of the file format."""
+        return {
+            "schema": SCHEMA_VERSION,
+            "name": self.name,
+            "pair": self.pair,
+            "target": None if self.target is None else asdict(self.target),
+            "layers": len(self.keep),
+            "keep": [int(k) for k in self.keep],
+            "skip_ratio": round(self.skip_ratio, 6),
+            **self.details,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, name: str) -> LayerMask:
+        """Reads the JSON object of the file format.
+
+        Raises:
+            MaskError: If it is not such an object, naming the field.
+        """
+        if not isinstance(data, dict):
+            raise MaskError(f"mask '{name}' must be a JSON object, but is a {type(data).__name__}")
+        if data.get("schema") != SCHEMA_VERSION:
+            raise MaskError(
+                f"mask '{name}' has schema {data.get('schema')!r}, but this version reads {SCHEMA_VERSION}; "
+                "make the mask anew or use a matching version of viasd"
+            )
+        keep = data.get("keep")
+        if not isinstance(keep, list) or any(k not in (0, 1) or isinstance(k, float) for k in keep):
+            raise MaskError(f"mask '{name}': 'keep' must be a list of 0 and 1, one a layer")
+        if data.get("layers") != len(keep):
+            raise MaskError(f"mask '{name}': 'layers' says {data.get('layers')!r}, but 'keep' has {len(keep)} entries")
+        if data.get("sublayers"):
+            raise MaskError(f"mask '{name}' skips attention and MLP separately, which this version can't run")
+        target = data.get("target")
+        try:
+            identity = None if target is None else ModelIdentity(**target)
+        except TypeError as error:
+            raise MaskError(f"mask '{name}': 'target' must have id, config and weights, but got {target!r}") from error
+        known = {"schema", "name", "pair", "target", "layers", "keep", "skip_ratio"}
+        details = {k: v for k, v in data.items() if k not in known}
+        return cls(tuple(bool(k) for k in keep), data.get("name") or name, data.get("pair"), identity, details)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the mask as JSON, to a temporary name first."""
+        write_atomically(Path(path), json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LayerMask:
+        """Reads a mask file.
+
+        Raises:
+            MaskError: If it can't be read or is not a mask.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise MaskError(f"can't read mask file '{path}': {error.strerror or error}") from error
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise MaskError(f"mask file '{path}' is not JSON: {error}") from error
+        return cls.from_json(data, str(path))
+
+
+def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None:
+    """What `--mask` names: ``even:RATIO``, ``auto`` (a shipped one for the pair, or None), ``none``, or a file.
+
+    Raises:
+        MaskError: If the ratio is not a number, or the file is missing or malformed.
+    """
+    if spec == "none":
+        return None
+    if spec == "auto":
+        return None if pair is None else shipped_mask(pair)
+    if spec.startswith("even:"):
+        try:
+            ratio = float(spec.removeprefix("even:"))
+        except ValueError as error:
+            raise MaskError(f"expected --mask even:RATIO with a number such as even:0.45, but got '{spec}'") from error
+        return LayerMask.even(n_layers, ratio)
+    return LayerMask.load(spec)
+
+
+def shipped_mask(pair: str) -> LayerMask | None:
+    """The mask shipped for a pair's target (the drafter is immaterial to it), or None."""
+    family, _, rest = pair.rpartition("-")
+    target = rest.partition(":")[2]
+    for entry in sorted(resources.files("viasd.masks").iterdir(), key=lambda e: e.name):
+        if entry.name.startswith(f"{family}-{target}.") and entry.name.endswith(".json"):
+            return LayerMask.from_json(json.loads(entry.read_text(encoding="utf-8")), entry.name)
+    return None

@@ -1,0 +1,165 @@
+"""A loaded pair: the target driven layer by layer, its drafter, and what both share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from viasd.errors import ContextLengthError, OptionError
+from viasd.layered import LayeredModel
+from viasd.probe import load_layered
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]] | Any
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A drafter and a target that share a tokenizer.
+
+    Attributes:
+        name: ``FAMILY-DRAFTER:TARGET``, or the two ids where no registry name was used.
+        target: The target.
+        tokenizer: The target's tokenizer.
+        drafter: The drafter model, or None for a drafter that needs none.
+        drafter_kind: ``model``, ``lookup`` (n-grams of the text so far) or ``self`` (the target with more layers skipped).
+        target_id: Hub id or path of the target.
+        eos_ids: Tokens that end an answer, from the generation config and the tokenizer.
+        source: Where the weights came from, in a word.
+        measured: Room for what is measured once per loaded pair (costs of the tiers).
+    """
+
+    name: str
+    target: LayeredModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: LayeredModel | None
+    drafter_kind: str
+    target_id: str
+    eos_ids: frozenset[int]
+    source: str = "given"
+    measured: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the target, by name."""
+        return str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        """Device of the target."""
+        return str(self.target.device)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, of chat messages (``[{"role", "content"}, ...]``), or of ids as they are.
+
+        A text is encoded as the tokenizer does it, but never with two beginning-of-sequence tokens.
+
+        Raises:
+            OptionError: If the prompt is empty, has ids outside the vocabulary, or is a chat and there is no template.
+            ContextLengthError: If it leaves no room for a single token.
+        """
+        ids = self._encode(prompt)
+        if not ids:
+            raise OptionError("the prompt is empty; give at least one token of text")
+        bad = next((i for i in ids if not 0 <= i < self.target.vocabulary), None)
+        if bad is not None:
+            raise OptionError(f"prompt ids must be in 0..{self.target.vocabulary - 1}, but one is {bad}")
+        if len(ids) >= self.target.context_length:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens, but {self.target_id} takes {self.target.context_length} in all, "
+                "answer included; shorten it"
+            )
+        return ids
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = [int(i) for i in self.tokenizer(prompt)["input_ids"]]
+            bos = self.tokenizer.bos_token_id
+            return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+            prompt = prompt[0] if prompt and isinstance(prompt[0], list) and len(prompt) == 1 else prompt
+        items = list(prompt)
+        if items and isinstance(items[0], dict):
+            if not self.is_chat:
+                raise OptionError(f"{self.target_id} has no chat template; give the prompt as text (--no-chat)")
+            text = self.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
+            # The template writes its own special tokens.
+            return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if not all(isinstance(i, int) for i in items):
+            raise OptionError("a prompt must be text, chat messages, or one sequence of token ids")
+        return items
+
+
+def make_pair(
+    target: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    drafter: nn.Module | str = "lookup",
+    drafter_tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str | None = None,
+    target_id: str | None = None,
+    kernel: str = "auto",
+    source: str = "given",
+    rows: Callable[[Any, Any, int, int], int] | None = None,
+) -> Pair:
+    """A pair from models that are already loaded. Nothing of them is changed.
+
+    Args:
+        target: Hugging Face causal LM in eval mode.
+        tokenizer: Its tokenizer.
+        drafter: A smaller causal LM, ``"lookup"`` or ``"self"``.
+        drafter_tokenizer: The drafter's tokenizer; None where it is the target's own object.
+        name: Name for people.
+        target_id: Name of the target for messages and mask identity.
+        kernel: Attention kernel, see `LayeredModel`.
+        source: Where the weights came from.
+        rows: Replaces the vocabulary check (tests).
+
+    Raises:
+        TokenizerMismatchError: If the tokenizers disagree.
+        UnsupportedModelError: If a model can't be driven layer by layer.
+        OptionError: If `drafter` is a word that is not known.
+    """
+    from viasd.vocab import common_vocabulary, vocabulary_size
+
+    identity = target_id or getattr(getattr(target, "config", None), "name_or_path", "") or type(target).__name__
+    target_rows = _logit_rows(target)
+    if isinstance(drafter, str):
+        if drafter not in ("lookup", "self"):
+            raise OptionError(f"drafter must be a model, 'lookup' or 'self', but got '{drafter}'")
+        small, kind, usable = None, drafter, vocabulary_size(tokenizer, target_rows)
+    else:
+        usable = (rows or common_vocabulary)(
+            drafter_tokenizer or tokenizer, tokenizer, _logit_rows(drafter), target_rows
+        )
+        small, kind = load_layered(drafter, kernel=kernel, vocabulary=usable), "model"
+    return Pair(
+        name=name or f"{kind if small is None else type(drafter).__name__} -> {identity}",
+        target=load_layered(target, kernel=kernel, vocabulary=usable),
+        tokenizer=tokenizer,
+        drafter=small,
+        drafter_kind=kind,
+        target_id=identity,
+        eos_ids=_eos_ids(target, tokenizer),
+        source=source,
+    )
+
+
+def _logit_rows(model: Any) -> int:
+    head = model.get_output_embeddings()
+    return int(head.weight.shape[0] if hasattr(head, "weight") else model.config.get_text_config().vocab_size)
+
+
+def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list | tuple) else [configured]
+    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
