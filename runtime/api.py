@@ -12,7 +12,7 @@ from viasd.runtime.result import Result
 from viasd.runtime.session import Event, Session, check_prompt_kind
 
 from viasd.errors import OptionError
-from viasd.masks import LayerMask, resolve_mask
+from viasd.mask import LayerMask, resolve_mask
 from viasd.pair import Pair, Prompt
 from viasd.sampling import SamplingConfig
 

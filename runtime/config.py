@@ -93,13 +93,12 @@ class DecodingConfig:
             raise OptionError("mode via needs the slim tier; leave out --tiers 2")
         if self.alpha is not None and self.mode != "bounded":
             raise OptionError("alpha only means something in bounded mode; add --mode bounded")
-        via = self.mode == "via" or (self.mode is None and self.strategy in ("auto", "cascade"))
-        for name in ("gate", "thresholds", "max_disagreement", "audit", "recheck"):
-            if getattr(self, name) is not None and not via:
-                raise OptionError(f"{name} only means something in via mode; add --strategy cascade --mode via")
+        via = self.mode == "via" or (self.mode is None and self.strategy in ("auto", "cascade") and self.tiers != "2")
+        if not via and (idle := _given(self, _VIA_ONLY)):
+            raise OptionError(f"{idle} only means something in via mode; add --strategy cascade --mode via")
         if self.gate == "ratio" and self.max_disagreement is not None:
             raise OptionError("max_disagreement is the guard's budget, but --gate ratio switches the guard off")
-        if self.slim_rounds is not None and (self.strategy in ("plain", "sd") or via):
+        if self.slim_rounds is not None and (self.strategy in ("plain", "sd") or self.tiers == "2" or via):
             raise OptionError("slim_rounds only means something for a cascade in lossless or bounded mode")
 
 
@@ -147,10 +146,21 @@ def plan(config: DecodingConfig, *, has_mask: bool, has_drafter: bool = True) ->
             strategy = "sd"
     if mode is None:
         mode = "via" if strategy == "cascade" else "lossless"
+    if mode != "via" and (idle := _given(config, _VIA_ONLY)):
+        raise OptionError(f"{idle} needs the slim verifier of via mode, but this is {strategy}, {mode}; {_MAKE_MASK}")
+    if strategy != "cascade" and config.slim_rounds is not None:
+        raise OptionError(f"slim_rounds needs a slim verifier, but this is {strategy}; {_MAKE_MASK}")
     return Plan(strategy, mode, reason)
 
 
-_NO_MASK = "a slim verifier needs a mask and none was given or found; add --mask even:0.45 or --mask FILE"
+_VIA_ONLY = ("gate", "thresholds", "max_disagreement", "audit", "recheck")
+_MAKE_MASK = "add --mask even:0.45 or --mask FILE"
+_NO_MASK = f"a slim verifier needs a mask and none was given or found; {_MAKE_MASK}"
+
+
+def _given(config: DecodingConfig, names: Sequence[str]) -> str | None:
+    """The first of these options that was set."""
+    return next((name for name in names if getattr(config, name) is not None), None)
 
 
 @dataclass(frozen=True)

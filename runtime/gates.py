@@ -67,10 +67,13 @@ def log_ratios(slim_logits: Tensor, tokens: list[int]) -> list[float]:
 
 
 class Gate(Protocol):
-    """Judges a drafted block by the slim verifier's raw rows. Neither q nor p's draws are consulted."""
+    """Judges a drafted block by the slim verifier's rows after the request's logits processors. q is not consulted.
+
+    Without processors these are the raw rows of the paper; with them a penalised or banned token is judged as one.
+    """
 
     def judge(self, slim_logits: Tensor, draft: Draft) -> list[Decision]:
-        """One decision a token of the draft; rows are raw logits ``[g, V]``."""
+        """One decision a token of the draft; rows are logits ``[g, V]``, no warpers applied."""
         ...
 
     def sets(self, slim_logits: Tensor, draft: Draft, position: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +84,7 @@ class Gate(Protocol):
         """Hears how far q agreed (0 to 1) with what stood at the first positions of the block.
 
         Args:
-            slim_logits: Raw rows ``[g, V]`` the block was judged by.
+            slim_logits: Rows ``[g, V]`` the block was judged by.
             draft: The block.
             tokens: Tentative tokens, one per agreement; a rewrite differs from the draft's own.
             agreement: What q says of each.
@@ -102,8 +105,9 @@ class RatioGate:
 
     def sets(self, slim_logits: Tensor, draft: Draft, position: int) -> tuple[Tensor, Tensor]:
         """See `Gate`."""
-        row = slim_logits[position].double() if slim_logits.device.type != "mps" else slim_logits[position]
-        ratio = (row - row.max()).exp()
+        log_ratio = slim_logits[position] - slim_logits[position].max()
+        # In the precision of `judge`: a token on a threshold must fall on the same side of it in both.
+        ratio = (log_ratio if log_ratio.device.type == "mps" else log_ratio.double()).exp()
         accept = ratio >= self.thresholds.accept
         return accept, (ratio >= self.thresholds.escalate) & ~accept
 

@@ -1,7 +1,7 @@
 """The guard of `via` mode: a token skips the full verifier only if q is predicted to agree with it.
 
 Fixed thresholds on q' give no bound relative to q. The guard adds one that is learnt online: an estimator of
-P(q agrees), fed by audits (and by every block that q had to look at anyway), must reach ``1 - max_disagreement``. Before
+P(q agrees), fed by audits (and by every block that q had to look at anyway), must exceed ``1 - max_disagreement``. Before
 it has seen enough it lets nothing pass, and decoding is lossless.
 """
 
@@ -90,7 +90,8 @@ class Guard:
 
     def passes(self, features: Array, positions: Sequence[int] | Array) -> Array:
         """Which of n tokens may skip q, boolean ``[n]``."""
-        return self.agreement(features, positions) >= 1 - self.config.max_disagreement
+        # Strictly above, so that a budget of 0 passes nothing even where the prediction rounds to 1.
+        return self.agreement(features, positions) > 1 - self.config.max_disagreement
 
     def observe(self, features: Array, positions: Sequence[int], agreement: Sequence[float]) -> None:
         """Learns from judged tokens; refits from time to time."""

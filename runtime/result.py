@@ -16,7 +16,7 @@ class Result:
         text: The answer's text, special tokens left out; ends before a stop string.
         token_ids: The answer's tokens; the one that completes a stop string and an EOS are the last.
         prompt_tokens: Length of the prompt.
-        finish_reason: ``eos``, ``stop`` or ``length``.
+        finish_reason: ``eos``, ``stop``, ``length``, or ``interrupted`` where the caller ended it early.
         strategy: Strategy that ran.
         mode: Mode that ran.
         lossless: Whether the output's law is exactly the target's.
@@ -28,6 +28,7 @@ class Result:
         dtype: Data type of the target.
         device: Device of the target.
         notes: What a person should know: choices made for them, and how far a lossy output can be trusted.
+        loss: How far the output can differ from the target's own, in one sentence; the last note of a lossy output.
     """
 
     text: str
@@ -45,6 +46,7 @@ class Result:
     dtype: str
     device: str
     notes: list[str] = field(default_factory=list)
+    loss: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of ``viasd-run --json``."""
@@ -67,13 +69,8 @@ class Result:
         }
 
 
-def loss_statement(result: Result) -> str:
-    """How far the output can differ from the target's own, in one sentence; every lossy output carries it."""
-    return describe_loss(result.mode, result.stats, result.lossless)
-
-
 def describe_loss(mode: str, counters: Counters, lossless: bool, alpha: float | None = None) -> str:
-    """See `loss_statement`.
+    """How far an output can differ from the target's own, in one sentence; every lossy output carries it.
 
     Args:
         mode: The mode that ran.

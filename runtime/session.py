@@ -31,7 +31,7 @@ from viasd.runtime.tiers import measure_tiers
 
 from viasd.draws import Draws, SeededDraws
 from viasd.errors import OptionError
-from viasd.masks import LayerMask
+from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.sampling import Sampler
 
@@ -182,8 +182,6 @@ class Session:
         # Inference mode is entered around each round and not around a yield: whoever holds the iterator keeps their own.
         counters, tokens = self.counters, list(self.prompt)
         started = time.perf_counter()
-        with torch.inference_mode():
-            self._target.prefill(tokens[:-1])
         ending = Ending(self._limit, frozenset() if self.config.ignore_eos else self.pair.eos_ids)
         steps = rounds(self._strategy, self._target, self._drafter, self._sampler, tokens, ending, counters)
         produced: list[int] = []
@@ -191,6 +189,8 @@ class Session:
         text = ""
         reason: str | None = None
         try:
+            with torch.inference_mode():
+                self._target.prefill(tokens[:-1])
             while reason is None:
                 with torch.inference_mode():
                     emission, reason = next(steps)
@@ -201,9 +201,9 @@ class Session:
                 produced += emission.tokens
                 tiers += emission.tiers
                 self._count(emission, started)
+                text += "".join(piece.text for piece in pieces)
                 position = 0
                 for piece in pieces:
-                    text += piece.text
                     end = position + piece.tokens
                     yield Event(piece.text, emission.tokens[position:end], emission.tiers[end - 1], counters)
                     position = end
@@ -212,6 +212,9 @@ class Session:
                 text += rest
                 yield Event(rest, [], tiers[-1], counters)
         finally:
+            if reason is None:
+                # Interrupted: what a stop string or a character might have needed belongs to the answer now.
+                text += self._text.finish()
             self._count_seconds(started)
             self.result = self._finish(text, produced, tiers, reason or "interrupted")
 
@@ -314,6 +317,7 @@ class Session:
             dtype=self.pair.dtype,
             device=self.pair.device,
             notes=[*self.notes, *([] if self.plan.lossless else [loss])],
+            loss=loss,
         )
 
 

@@ -22,7 +22,7 @@ from viasd.divergences import (
     predicted_seconds_sd,
     stage_cost,
 )
-from viasd.masks import LayerMask
+from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.routes import Route
 

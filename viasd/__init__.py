@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from viasd.errors import ViasdError
     from viasd.load import load_pair
-    from viasd.masks import LayerMask
+    from viasd.mask import LayerMask
     from viasd.pair import Pair, make_pair
     from viasd.runtime.api import generate, stream
     from viasd.runtime.result import Result
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 # The face is resolved on first use: importing a mask file reader does not import a decoding loop.
 _FACE = {
-    "LayerMask": "viasd.masks",
+    "LayerMask": "viasd.mask",
     "Pair": "viasd.pair",
     "Result": "viasd.runtime.result",
     "ViasdError": "viasd.errors",

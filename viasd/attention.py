@@ -55,13 +55,20 @@ class Step:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores a layer's new keys and values ``[1, H_kv, N, D]`` in each sequence (the cache call of HF attention)."""
+        self._views = self.store(layer_idx, key_states[0], value_states[0])
+        return key_states, value_states
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Stores a layer's new keys and values ``[H_kv, N, D]``; returns all of them up to here, per segment."""
+        if len(self.segments) == 1:
+            segment = self.segments[0]
+            return [segment.kv.write(layer, segment.start, keys, values)]
         views, offset = [], 0
         for segment in self.segments:
             rows = slice(offset, offset + segment.length)
-            views.append(segment.kv.write(layer_idx, segment.start, key_states[0, :, rows], value_states[0, :, rows]))
+            views.append(segment.kv.write(layer, segment.start, keys[:, rows], values[:, rows]))
             offset += segment.length
-        self._views = views
-        return key_states, value_states
+        return views
 
     def views(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values per segment, as the layer now running has just stored them."""
@@ -126,20 +133,31 @@ def attention(
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses attention with '{name}', which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(viasd_step, query, viasd_step.views(), scale, sliding_window, softcap), None
+
+
+def attend(
+    step: Step,
+    query: Tensor,
+    views: list[tuple[Tensor, Tensor]],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Packed queries ``[1, H, N, D]`` over each segment's keys and values -> ``[1, N, H, D_v]``."""
     outputs, offset = [], 0
-    for index, (keys, values) in enumerate(viasd_step.views()):
-        segment = viasd_step.segments[index]
+    for index, (keys, values) in enumerate(views):
+        segment = step.segments[index]
         rows = query[:, :, offset : offset + segment.length]
         offset += segment.length
-        low = window_low(segment.start, sliding_window)
+        low = window_low(segment.start, window)
         if low:
             keys, values = keys[:, :, low:], values[:, :, low:]
-        if softcap is not None or viasd_step.kernel == "eager":
-            outputs.append(_eager(viasd_step, index, rows, keys, values, scale, sliding_window, softcap))
+        if softcap is not None or step.kernel == "eager":
+            outputs.append(_eager(step, index, rows, keys, values, scale, window, softcap))
         else:
-            outputs.append(_fused(viasd_step, index, rows, keys, values, scale, sliding_window))
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    return out, None
+            outputs.append(_fused(step, index, rows, keys, values, scale, window))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _fused(

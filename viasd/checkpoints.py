@@ -19,6 +19,8 @@ from viasd.hardware import quantization_config, require_memory, resolve_device, 
 
 WEIGHTS = ("auto", "hub", "packaged")
 
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+
 
 @dataclass(frozen=True)
 class LoadConfig:
@@ -96,25 +98,26 @@ def load_model(ref: str, config: LoadConfig | None = None) -> PreTrainedModel:
     # transformers fills what is missing with random numbers and only warns.
     if missing := sorted(report["missing_keys"]):
         raise LoadError(f"{ref} lacks {len(missing)} weights, the first is {missing[0]}; fetch the checkpoint again")
-    return model.eval()
+    return model
 
 
 def load_tokenizer(ref: str, config: LoadConfig | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a hub id, local folder or ``.gguf`` file.
 
     Raises:
-        LoadError: If it can't be found, fetched or read, or has no tokens.
+        LoadError: If it can't be found, fetched or read.
     """
     config = config or LoadConfig()
     place, options = _locate(ref)
     options["trust_remote_code"] = config.trust_remote_code
+    # transformers would make an empty tokenizer of the model's type.
+    if Path(place).is_dir() and not options.get("gguf_file") and not _has_tokenizer(Path(place)):
+        raise LoadError(f"{ref} has no tokenizer; add its tokenizer.json")
     try:
         with _progress_bars(shown=not config.quiet and not Path(place).exists()):
             tokenizer = _known_gguf_tokenizer(Path(place), options) or AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:
         raise hub.explain(error, ref) from error
-    if not tokenizer.get_vocab():
-        raise LoadError(f"{ref} has no tokenizer; add its tokenizer.json")
     return tokenizer
 
 
@@ -142,6 +145,10 @@ def _locate(ref: str) -> tuple[str, dict[str, Any]]:
     if not hub.is_reachable():
         raise hub.unreachable(ref)
     return ref, {}
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern))
 
 
 def _known_gguf_tokenizer(folder: Path, options: dict[str, Any]) -> PreTrainedTokenizerBase | None:

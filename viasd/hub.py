@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import json
 import threading
 import urllib.error
@@ -59,8 +60,8 @@ def is_reachable() -> bool:
             # Whatever it says, it said something; a server that fails is as good as none.
             if answer.code < 500:
                 answered.set()
-        except (OSError, ValueError):
-            return  # no route, no name, refused by a proxy, timed out, or a malformed address
+        except (OSError, ValueError, http.client.HTTPException):
+            return  # no route, no name, refused by a proxy, timed out, a malformed address, or no HTTP at all
 
     # The resolver has no timeout of its own, hence a thread that we can stop waiting for.
     thread = threading.Thread(target=ask, daemon=True)

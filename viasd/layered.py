@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from viasd.attention import ATTENTION_NAME, Segment, Step, attention
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.kv import SequenceKV
+from viasd.lean import lean_layer, product, untouched
 
 AttentionInterface.register(ATTENTION_NAME, attention)
 
@@ -36,13 +37,16 @@ class LayeredModel:
         model: A Hugging Face causal LM in eval mode whose decoder has ``embed_tokens, layers, norm, rotary_emb``.
         kernel: ``sdpa`` (fused attention), ``eager`` (written out), or ``auto`` (sdpa wherever the model allows it).
         vocabulary: Number of logit rows that stand for real tokens; padded rows beyond it are cut. None keeps all.
+        lean: Run layers of known families written out (`viasd.lean`) instead of through their modules.
 
     Raises:
         UnsupportedModelError: If the model has another shape, keeps a state that can't be rolled back, or is training.
         OptionError: If `kernel` is unknown.
     """
 
-    def __init__(self, model: nn.Module, *, kernel: str = "auto", vocabulary: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, kernel: str = "auto", vocabulary: int | None = None, lean: bool = True
+    ) -> None:
         if kernel not in _KERNELS:
             raise OptionError(f"attention kernel must be one of {', '.join(_KERNELS)}, but got '{kernel}'")
         self.model = model
@@ -54,7 +58,9 @@ class LayeredModel:
         self.config: Any = self.decoder.config
         self.layer_types = _layer_types(self.name, self.config, self.layers)
         self.embed_scale: Tensor | None = None  # set by the probe where the model's forward scales outside embed_tokens
+        self._lean = [lean_layer(layer) if lean else None for layer in self.layers]
         self._head = model.get_output_embeddings()  # type: ignore[operator]
+        self._plain_head = lean and type(self._head) is nn.Linear and untouched(self._head)
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
         self._check_layers()
@@ -122,6 +128,10 @@ class LayeredModel:
                 kind = self.layer_types[index]
                 if kind not in embeddings:
                     embeddings[kind] = self._rotary(hidden, step, kind)
+                lean = self._lean[index]
+                if lean is not None:
+                    hidden = lean(hidden, embeddings[kind], step)
+                    continue
                 out = self.layers[index](
                     hidden,
                     attention_mask=None,
@@ -141,7 +151,8 @@ class LayeredModel:
         Final norm, LM head, and what the family does to its logits (softcap, scale), in the model's own dtype as its
         own forward does; then cut to the common vocabulary and cast.
         """
-        logits: Tensor = self._head(self.decoder.norm(hidden))[0]  # type: ignore[operator]
+        normed = self.decoder.norm(hidden)
+        logits: Tensor = (product(normed, self._head) if self._plain_head else self._head(normed))[0]
         logits = logits[:, : self.vocabulary]
         if getattr(self.config, "logits_scaling", None):
             logits = logits / self.config.logits_scaling

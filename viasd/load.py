@@ -15,6 +15,7 @@ def load_pair(
     *,
     drafter: str | None = None,
     target: str | None = None,
+    base: bool = False,
     config: LoadConfig | None = None,
     kernel: str = "auto",
     say: Callable[[str], None] = lambda line: None,
@@ -25,6 +26,7 @@ def load_pair(
         pair: A registered name such as ``gemma2-2b:27b``; None takes the default pair, or `drafter` and `target`.
         drafter: Hub id, local folder or ``.gguf`` file, ``lookup`` (the default) or ``self``; needs `target`.
         target: Hub id, local folder or ``.gguf`` file.
+        base: Base checkpoints instead of instruct ones (registered pairs only).
         config: Device, dtype, weights and so on; None for all defaults.
         kernel: ``auto``, ``sdpa`` or ``eager`` attention.
         say: Receives one-line notices.
@@ -38,7 +40,7 @@ def load_pair(
         raise OptionError("give either a pair or drafter and target, but got both")
     if drafter is not None and target is None:
         raise OptionError("a drafter needs a target; add --target")
-    wanted = (drafter or "lookup", target) if target is not None else parse_pair(pair or DEFAULT_PAIR, base=config.base)
+    wanted = (drafter or "lookup", target) if target is not None else parse_pair(pair or DEFAULT_PAIR, base=base)
     loaded = load_pair_models(wanted, config, say)
     return make_pair(
         loaded.target,

@@ -16,6 +16,22 @@ from viasd.rows import Row, Rows
 
 
 @dataclass(frozen=True)
+class _Slim:
+    """What the slim verifier says of a draft, position by position.
+
+    Attributes:
+        logits: Raw logits ``[g, V]``.
+        judged: The same after the request's logits processors: what the gate looks at, so that a penalty or a ban holds in
+            this tier too, whatever the drafter proposes.
+        laws: Processed rows (warpers included), which rewrites are drawn from.
+    """
+
+    logits: Tensor
+    judged: Tensor
+    laws: Rows
+
+
+@dataclass(frozen=True)
 class _Walk:
     """A block after the gate: what stands at each gated position, and whether it ended in an escalation.
 
@@ -61,22 +77,23 @@ class GatedCascade:
             return full_step(bench, tokens)
         counters.drafted += len(draft.tokens)
         # Judging d_1 .. d_g needs the rows before each of them; the row after d_g is not looked at.
-        slim = bench.target.slim([*tokens, *draft.tokens[:-1]], len(draft.tokens))
-        slim_laws = bench.sampler.law(bench.sampler.ahead(tokens).block(slim, draft.tokens))
-        walk = self._walk(draft, slim, slim_laws)
+        logits = bench.target.slim([*tokens, *draft.tokens[:-1]], len(draft.tokens))
+        judged = bench.sampler.ahead(tokens).block(logits, draft.tokens)
+        slim = _Slim(logits, judged, bench.sampler.law(judged))
+        walk = self._walk(draft, slim)
         counters.gated += len(walk.tokens)
         if walk.escalated:
             counters.escalated_rounds += 1
-            return self._escalate(tokens, draft, slim, slim_laws, walk)
+            return self._escalate(tokens, draft, slim, walk)
         if bench.draws.audit(self._audit):
-            return self._audited(tokens, draft, slim, slim_laws, walk)
+            return self._audited(tokens, draft, slim, walk)
         return self._unseen(slim, walk)
 
-    def _walk(self, draft: Draft, slim: Tensor, slim_laws: Rows) -> _Walk:
+    def _walk(self, draft: Draft, slim: _Slim) -> _Walk:
         standing: list[int] = []
         kept: list[bool] = []
         greedy = self._bench.sampler.greedy
-        for i, decision in enumerate(self._gate.judge(slim, draft)):
+        for i, decision in enumerate(self._gate.judge(slim.judged, draft)):
             drafted = draft.tokens[i]
             if decision is Decision.ESCALATE:
                 return _Walk([*standing, drafted], [*kept, True], escalated=True)
@@ -84,7 +101,7 @@ class GatedCascade:
                 standing.append(drafted)
                 kept.append(True)
                 continue
-            token = self._bench.draws.token(slim_laws[i])
+            token = self._bench.draws.token(slim.laws[i])
             standing.append(token)
             kept.append(token == drafted)
             # Above temperature 0 a rewrite ends the block even if it drew the drafted token again (its law is m either way).
@@ -92,19 +109,19 @@ class GatedCascade:
                 break
         return _Walk(standing, kept, escalated=False)
 
-    def _unseen(self, slim: Tensor, walk: _Walk) -> Emission:
+    def _unseen(self, slim: _Slim, walk: _Walk) -> Emission:
         """The gate's own outcome, without the full verifier."""
         counters = self._bench.counters
         counters.kept += sum(walk.kept)
         counters.rewrites += len(walk.kept) - sum(walk.kept)
-        return Emission(walk.tokens, _tiers(walk), slim[: len(walk.tokens)], list(walk.kept), len(walk.tokens))
+        return Emission(walk.tokens, _tiers(walk), slim.logits[: len(walk.tokens)], list(walk.kept), len(walk.tokens))
 
-    def _escalate(self, tokens: Sequence[int], draft: Draft, slim: Tensor, slim_laws: Rows, walk: _Walk) -> Emission:
+    def _escalate(self, tokens: Sequence[int], draft: Draft, slim: _Slim, walk: _Walk) -> Emission:
         """One full pass over everything it has not run, the rest of the block included; it decides from there."""
         first = len(walk.tokens) - 1
         block = [*walk.tokens, *draft.tokens[first + 1 :]]
         full = self._bench.target.full([*tokens, *block], len(block) + 1)
-        laws = self._tentative_laws(draft, slim, slim_laws, len(walk.tokens))
+        laws = self._tentative_laws(draft, slim, len(walk.tokens))
         laws += [draft.rows[i] for i in range(first + 1, len(block))]
         kept = [*walk.kept, *[True] * (len(block) - len(walk.kept))]
         self._learn(tokens, draft, slim, laws, full, walk.tokens)
@@ -112,12 +129,12 @@ class GatedCascade:
             return self._tested(tokens, block, laws, full, kept, gated=len(walk.tokens))
         return self._decided_from(first, tokens, block, laws, full, kept)
 
-    def _audited(self, tokens: Sequence[int], draft: Draft, slim: Tensor, slim_laws: Rows, walk: _Walk) -> Emission:
+    def _audited(self, tokens: Sequence[int], draft: Draft, slim: _Slim, walk: _Walk) -> Emission:
         """A block that would have skipped q, judged by q all the same: recorded, learnt from and (recheck) corrected."""
         full = self._bench.target.full([*tokens, *walk.tokens], len(walk.tokens) + 1)
-        laws = self._tentative_laws(draft, slim, slim_laws, len(walk.tokens))
+        laws = self._tentative_laws(draft, slim, len(walk.tokens))
         # Before the gate learns from this very block.
-        disagreement = self._disagreement(tokens, draft, slim, slim_laws, full, walk.tokens)
+        disagreement = self._disagreement(tokens, draft, slim, full, walk.tokens)
         self._learn(tokens, draft, slim, laws, full, walk.tokens)
         self._bench.counters.audit.blocks.append((len(walk.tokens), disagreement))
         if self._recheck:
@@ -146,17 +163,19 @@ class GatedCascade:
         from p. q draws afresh; if that gives the drafted token, the rest of the block is still a draw from p after it.
         """
         bench = self._bench
-        ahead = bench.sampler.ahead([*tokens, *block[:first]])
+        ahead = bench.sampler.ahead(tokens)
+        ahead.block(full[:first], block)
         token = bench.draws.token(ahead.row(full[first]))
         n = first
         if token == block[first]:
             rest = block[first + 1 :]
+            ahead.push(token)
             verdict, _ = judge_block(
                 full[first + 1 :],
                 rest,
                 Rows.joined(laws[first + 1 :]) if rest else Rows(tokens=()),
                 bench.sampler,
-                bench.sampler.ahead([*tokens, *block[: first + 1]]),
+                ahead,
                 bench.draws,
             )
             n, token = first + 1 + verdict.accepted, verdict.token
@@ -172,17 +191,17 @@ class GatedCascade:
         counters.kept += sum(kept[:accepted])
         counters.rewrites += sum(not k for k in kept[: min(accepted, gated)])
 
-    def _tentative_laws(self, draft: Draft, slim: Tensor, slim_laws: Rows, gated: int) -> list[Row]:
+    def _tentative_laws(self, draft: Draft, slim: _Slim, gated: int) -> list[Row]:
         """The law m of every gated position (`viasd.accept.gated_law`)."""
         if self._bench.sampler.greedy:
             return [draft.rows[i] for i in range(gated)]  # greedy verification asks for no laws
-        return [gated_law(draft.rows[i], slim_laws[i], self._gate.sets(slim, draft, i)[1]) for i in range(gated)]
+        return [gated_law(draft.rows[i], slim.laws[i], self._gate.sets(slim.judged, draft, i)[1]) for i in range(gated)]
 
     def _learn(
         self,
         tokens: Sequence[int],
         draft: Draft,
-        slim: Tensor,
+        slim: _Slim,
         laws: list[Row],
         full: Tensor,
         standing: list[int],
@@ -198,10 +217,10 @@ class GatedCascade:
                 min(1.0, q_x / m_x) if m_x > 0 else 0.0
                 for q_x, m_x in zip(q, (law.prob(t) for law, t in zip(laws, standing, strict=False)), strict=True)
             ]
-        self._gate.learn(slim, draft, standing, agreement)
+        self._gate.learn(slim.judged, draft, standing, agreement)
 
     def _disagreement(
-        self, tokens: Sequence[int], draft: Draft, slim: Tensor, slim_laws: Rows, full: Tensor, standing: list[int]
+        self, tokens: Sequence[int], draft: Draft, slim: _Slim, full: Tensor, standing: list[int]
     ) -> float:
         """Summed disagreement of a block with q: tokens that q would not have said, or total variation L to q."""
         sampler, n = self._bench.sampler, len(standing)
@@ -212,8 +231,8 @@ class GatedCascade:
         total = 0.0
         for i in range(n):
             q = rows.probs[i]
-            accept, rewrite = self._gate.sets(slim, draft, i)
-            total += float((emitted_law(draft.rows[i], slim_laws[i], q, accept, rewrite) - q).abs().sum()) / 2
+            accept, rewrite = self._gate.sets(slim.judged, draft, i)
+            total += float((emitted_law(draft.rows[i], slim.laws[i], q, accept, rewrite) - q).abs().sum()) / 2
         return total
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import tiny_gemma3, tiny_llama, write_gemma3_gguf, write_llama_gguf
+from tiny_checkpoints import tiny_gemma3, tiny_llama, write_gemma3_gguf, write_llama_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from viasd.errors import WeightsError

@@ -45,6 +45,11 @@ def test_the_lowest_differing_id_is_named() -> None:
         common_vocabulary(tokenizer("abcdy"), tokenizer("axcdz"), 5, 5)
 
 
+def test_a_difference_in_the_very_last_row_is_refused() -> None:
+    with pytest.raises(TokenizerMismatchError, match="id 2"):
+        common_vocabulary(tokenizer("abx"), tokenizer("aby"), 3, 3)
+
+
 def test_a_gap_that_only_one_has_is_refused() -> None:
     with pytest.raises(TokenizerMismatchError, match="id 1: the drafter has none, the target has 'b'"):
         common_vocabulary(tokenizer({"a": 0, "c": 2}), tokenizer("abc"), 3, 3)

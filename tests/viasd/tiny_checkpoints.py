@@ -1,4 +1,4 @@
-"""Writes tiny GGUF files as llama.cpp's converter would, for tests of the packaged weights."""
+"""Tiny checkpoints: folders as transformers saves them, and GGUF files as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from tokenizers import pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -53,6 +60,13 @@ def tiny_gemma3(layers: int = 7) -> Gemma3ForCausalLM:
     return _with_random_norms(Gemma3ForCausalLM(config))
 
 
+def save_tiny(folder: Path) -> None:
+    """A tiny Llama with a three-word tokenizer, as a folder that transformers loads."""
+    tiny_llama().save_pretrained(folder)
+    inner = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(folder)
+
+
 def write_llama_gguf(path: Path, model: LlamaForCausalLM | None = None) -> None:
     model = model or tiny_llama()
     writer = gguf.GGUFWriter(path, "llama")
@@ -61,7 +75,7 @@ def write_llama_gguf(path: Path, model: LlamaForCausalLM | None = None) -> None:
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(_smollm_tokens())
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(_smollm_tokens()) - len(SPECIAL)))
-    writer.add_token_merges(["h e", "Ġ t", "Ġt he"])
+    writer.add_token_merges(["h e", "Ġ t", "Ġt he", "1 2"])
     _write_ends(writer, bos=1, eos=2, unk=0, pad=2)
     writer.add_chat_template(TEMPLATE)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
@@ -104,7 +118,7 @@ def _with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _smollm_tokens() -> list[str]:
-    return [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "Ġt", "Ġthe"]
+    return [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "Ġt", "Ġthe", "12"]
 
 
 def _gemma_tokens() -> tuple[list[str], list[int]]:

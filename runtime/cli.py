@@ -1,0 +1,212 @@
+"""`viasd-run`: generate through drafter, slim verifier and full verifier, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from viasd.runtime.display import Screen, clean, play, show_pairs
+from viasd.runtime.options import PAPER_MEANS, PROG, options_from_args, parse_args
+
+from viasd.errors import OptionError, ViasdError
+from viasd.pairs import DEFAULT_PAIR, list_pairs, parse_pair
+
+if TYPE_CHECKING:
+    from viasd.runtime.config import GenerationConfig
+
+    from viasd.pair import Pair
+
+USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: Arguments; None takes those of the process.
+
+    Returns:
+        Exit code: 0, 2 after an error (one line on standard error), 130 after Ctrl-C, 141 when the reader went away.
+    """
+    try:
+        return _main(argv)
+    except ViasdError as error:
+        _complain(f"error: {error}")
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit; there must be something to take it.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _main(argv: list[str] | None) -> int:
+    args = parse_args(argv)
+    screen = Screen(quiet=bool(args.quiet), color=not args.no_color)
+    if args.list_pairs:
+        pairs = list_pairs(bool(args.base))
+        if args.json:
+            _print_json([asdict(pair) for pair in pairs], screen)
+        else:
+            show_pairs(pairs, screen)
+        return 0
+    prompt = _read_prompt(args)
+    # Whatever libraries print while they load must not end up between the answer and its reader.
+    with contextlib.redirect_stdout(sys.stderr):
+        config = _make_config(args)
+        if args.preset == "paper":
+            screen.note(PAPER_MEANS)
+        pair = _load(args, screen)
+    if prompt is None:
+        return _chat(pair, args, screen)
+    return _answer(pair, prompt, config, args, screen)
+
+
+def _read_prompt(args: argparse.Namespace) -> str | None:
+    """The prompt of one-shot mode; None asks for a chat."""
+    if args.prompt is not None:
+        prompt: str = args.prompt
+        return prompt
+    if args.prompt_file is None and sys.stdin is not None and sys.stdin.isatty():
+        if args.json:
+            raise OptionError("--json answers one prompt; add --prompt or --prompt-file, or pipe one in")
+        return None
+    from_stdin = args.prompt_file in (None, "-")
+    source = "standard input" if from_stdin else f"'{args.prompt_file}'"
+    try:
+        if from_stdin:
+            data = b"" if sys.stdin is None else sys.stdin.buffer.read()
+        else:
+            data = Path(args.prompt_file).read_bytes()
+        text = data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise OptionError(f"can't read the prompt from {source}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"the prompt in {source} is not UTF-8 text (byte {error.start})") from error
+    if not text:
+        raise OptionError(f"the prompt from {source} is empty; give at least one character")
+    return text
+
+
+def _make_config(args: argparse.Namespace) -> GenerationConfig:
+    """The configuration, and every complaint about it that needs no model."""
+    from viasd.runtime.api import make_config
+    from viasd.runtime.config import plan
+
+    from viasd.mask import LayerMask, shipped_mask
+
+    config = make_config(options_from_args(args))
+    spec = args.mask or "auto"
+    has_mask = spec != "none"
+    if spec == "auto":
+        name = None if args.target else parse_pair(args.pair or DEFAULT_PAIR, base=bool(args.base)).name
+        has_mask = name is not None and shipped_mask(name) is not None
+    elif has_mask and not spec.startswith("even:"):
+        LayerMask.load(spec)
+    plan(config.decoding, has_mask=has_mask)
+    return config
+
+
+def _load(args: argparse.Namespace, screen: Screen) -> Pair:
+    import torch
+    import transformers
+
+    from viasd.hardware import quantization_config, resolve_device, resolve_dtype
+    from viasd.load import load_pair
+    from viasd.loading import LoadConfig
+
+    config = LoadConfig(
+        device=args.device or "auto",
+        dtype=args.dtype or "auto",
+        device_map=args.device_map,
+        quantization=args.quantization,
+        weights=args.weights or "auto",
+        drafter_device=args.drafter_device,
+        quiet=bool(args.quiet),
+    )
+    # Faults of names, before gigabytes are fetched for them.
+    device = resolve_device(config.device)
+    resolve_device(config.drafter_device or "auto")
+    if config.quantization is not None:
+        quantization_config(config.quantization, resolve_dtype(config.dtype, device))
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    return load_pair(
+        args.pair,
+        drafter=args.drafter,
+        target=args.target,
+        base=bool(args.base),
+        config=config,
+        kernel=args.attn or "auto",
+        say=screen.note,
+    )
+
+
+def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Namespace, screen: Screen) -> int:
+    """One-shot mode."""
+    from viasd.runtime.prompting import start, wants_chat
+
+    from viasd.mask import resolve_mask
+
+    mask = resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name)
+    if wants_chat(pair, args.chat, args.system, base=bool(args.base)):
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        answer = start(pair, [*system, {"role": "user", "content": prompt}], mask=mask, config=config)
+    else:
+        answer = start(pair, prompt, mask=mask, config=config)
+    result = play(answer, screen, show=not args.json)
+    if result is None:
+        raise KeyboardInterrupt
+    if args.json:
+        _print_json(result.as_json(), screen)
+    screen.status(result)
+    if result.finish_reason == "interrupted":
+        _complain("interrupted")
+        return INTERRUPTED
+    return 0
+
+
+def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
+    """Interactive mode."""
+    from viasd.runtime.chat import Chat, history
+    from viasd.runtime.prompting import wants_chat
+
+    from viasd.mask import resolve_mask
+
+    chat = Chat(
+        pair,
+        options_from_args(args),
+        resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name),
+        screen,
+        templated=wants_chat(pair, args.chat, args.system, base=bool(args.base)),
+        system=args.system,
+    )
+    with history(screen):
+        chat.run()
+    return 0
+
+
+def _print_json(value: object, screen: Screen) -> None:
+    stream = screen.out.file
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(encoding="utf-8")
+    stream.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    stream.flush()
+
+
+def _complain(message: str) -> None:
+    print(f"{PROG}: {clean(' '.join(message.split()))}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

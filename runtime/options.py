@@ -1,0 +1,288 @@
+"""The options of `viasd-run`: their parser, which of them contradict each other, and what they mean to `make_config`.
+
+Nothing here imports torch, so that ``--help`` and every contradiction are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+import viasd
+from viasd.errors import MaskError, OptionError
+from viasd.pairs import DEFAULT_PAIR, MODEL_FREE_DRAFTERS, parse_pair
+
+PROG = "viasd-run"
+MODES = ("lossless", "bounded", "via")
+
+DEFINITIONS = """\
+what the status line counts:
+  tok/s            emitted tokens per second of wall time, prefill included
+  accepted/round   drafted tokens that are in the output, per draft-and-verify round; the token that a verifier adds to
+                   a round (bonus or correction) is not counted
+  emitted/round    tokens in the output per round, that token counted; plain decoding has 1
+  q', q calls/token  forward passes of the slim and the full verifier per emitted token, the prompt's own left out;
+                   plain decoding has 0 and 1
+  shares           emitted tokens by the tier they were drawn from: drafter, slim verifier, full verifier
+  disagreement     (lossy modes) of blocks that skipped the full verifier, some are checked by it all the same: the
+                   summed number of tokens it would have said otherwise, with a 95 % interval per token"""
+
+#: What `--preset paper` (arXiv 2606.12243) sets.
+PAPER: dict[str, Any] = {
+    "strategy": "cascade",
+    "mode": "via",
+    "tiers": "3",
+    "gate": "ratio",
+    "theta_acc": 0.7,
+    "theta_esc": 0.5,
+    "gamma": 5,
+    "recheck": False,
+}
+PAPER_MEANS = (
+    "preset paper: three tiers, fixed thresholds theta_acc 0.7 and theta_esc 0.5, gamma 5, no guard and no recheck; "
+    "nothing bounds how far this output strays from the target's own"
+)
+
+# Fields of the decoding, sampling and generation configs that are options of the same name.
+_DIRECT = (
+    *("strategy", "mode", "tiers", "gate", "gamma", "alpha", "max_disagreement", "audit", "recheck", "slim_rounds"),
+    *("draft_min_prob", "self_skip", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop"),
+    *("max_new_tokens", "ignore_eos"),
+)
+_LISTING = {"list_pairs", "json", "base", "no_color", "quiet"}
+# Two options of which only one can be given, and why.
+_EXCLUSIVE = (
+    ("pair", "target", "a pair names both models"),
+    ("pair", "drafter", "a pair names both models"),
+    ("prompt", "prompt_file", "there is one prompt"),
+    ("device", "device_map", "a device map places the model itself"),
+    ("base", "target", "base chooses among registered checkpoints"),
+    ("weights", "target", "weights chooses where registered checkpoints come from"),
+    ("theta_acc", "alpha1", "alphas are another way to give the thresholds"),
+    ("theta_acc", "alpha2", "alphas are another way to give the thresholds"),
+    ("theta_esc", "alpha1", "alphas are another way to give the thresholds"),
+    ("theta_esc", "alpha2", "alphas are another way to give the thresholds"),
+    ("preset", "alpha1", "the preset sets the thresholds"),
+    ("preset", "alpha2", "the preset sets the thresholds"),
+    ("preset", "lossless", "the preset is lossy"),
+    ("preset", "max_disagreement", "the preset has no guard"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message} (see {PROG} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser. Every option that was not given is None."""
+    parser = _Parser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Generate text through drafter -> slim verifier -> full verifier. Chats when run at a terminal.",
+        epilog=DEFINITIONS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def flag(group: Any, *names: str, text: str) -> None:
+        group.add_argument(*names, action="store_true", default=None, help=text)
+
+    models = parser.add_argument_group("models")
+    models.add_argument("--pair", metavar="NAME", help=f"FAMILY-DRAFTER:TARGET (default {DEFAULT_PAIR})")
+    models.add_argument("--target", metavar="REF", help="hub id, local folder or .gguf file, instead of a pair")
+    models.add_argument("--drafter", metavar="REF", help="the same for the drafter, or lookup (default) or self")
+    flag(models, "--list-pairs", text="show all pairs and stop; with --json as a list")
+    flag(models, "--base", text="base checkpoints instead of instruct ones")
+    models.add_argument("--weights", choices=("auto", "hub", "packaged"), help="where a pair's weights come from")
+    models.add_argument("--device", help="auto (default), cpu, cuda, cuda:N or mps")
+    models.add_argument("--drafter-device", metavar="DEVICE", help="of the drafter model (default: the target's)")
+    models.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
+    models.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
+    models.add_argument("--quantization", metavar="NAME", help="of the target, e.g. bnb-4bit")
+    models.add_argument("--attn", choices=("auto", "sdpa", "eager"), help="attention kernel")
+    models.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+
+    decoding = parser.add_argument_group("decoding")
+    decoding.add_argument(
+        "--mask", metavar="SPEC", help="layers of the slim verifier: auto (default), none, even:RATIO or a file"
+    )
+    decoding.add_argument("--strategy", choices=("auto", "plain", "sd", "cascade"), help="(default auto)")
+    decoding.add_argument("--tiers", choices=("auto", "2", "3"), help="auto measures whether the slim verifier pays")
+    decoding.add_argument("--mode", choices=MODES, help="(default via with a mask, else lossless)")
+    flag(decoding, "--lossless", text="short for --mode lossless")
+    decoding.add_argument("--preset", choices=("paper",), help="the paper's fixed thresholds without a guard")
+    decoding.add_argument("--gate", choices=("guarded", "ratio"), help="of via mode (default guarded)")
+    decoding.add_argument("--theta-acc", type=float, metavar="X", help="keep at or above it (default 0.7)")
+    decoding.add_argument("--theta-esc", type=float, metavar="X", help="escalate below it (default 0.5)")
+    decoding.add_argument("--alpha1", type=float, metavar="X", help="with --alpha2: theta_acc = 1 - the smaller")
+    decoding.add_argument("--alpha2", type=float, metavar="X", help="and theta_esc = 1 - the larger")
+    decoding.add_argument("--gamma", type=int, metavar="N", help="longest drafted block (default 5)")
+    decoding.add_argument("--alpha", type=float, metavar="X", help="total variation allowed in bounded mode (0.1)")
+    decoding.add_argument("--max-disagreement", type=float, metavar="X", help="budget of the guard (default 0.02)")
+    decoding.add_argument("--audit", type=float, metavar="X", help="share of unchecked blocks audited (default 0.05)")
+    decoding.add_argument(
+        "--recheck", action=argparse.BooleanOptionalAction, help="the full verifier tests gated tokens where it runs"
+    )
+    decoding.add_argument("--slim-rounds", type=int, metavar="N", help="slim blocks per full call (lossless, bounded)")
+    decoding.add_argument("--draft-min-prob", type=float, metavar="X", help="the drafter stops where less sure")
+    decoding.add_argument("--self-skip", type=float, metavar="X", help="layers that a self drafter skips (default 0.6)")
+
+    sampling = parser.add_argument_group("sampling and length")
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0 (default) is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="N")
+    sampling.add_argument("--top-p", type=float, metavar="X")
+    sampling.add_argument("--min-p", type=float, metavar="X")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="X")
+    sampling.add_argument("--seed", type=int, metavar="N")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be repeated")
+    sampling.add_argument("--max-new-tokens", type=int, metavar="N", help="(default 256)")
+    flag(sampling, "--ignore-eos", text="go on past end-of-sequence tokens")
+
+    text = parser.add_argument_group("prompt and output")
+    text.add_argument("--prompt", metavar="TEXT", help="without any prompt: standard input, or a chat at a terminal")
+    text.add_argument("--prompt-file", metavar="FILE", help="- is standard input; one line break at the end is dropped")
+    text.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    text.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)"
+    )
+    flag(text, "--json", text="one JSON object on standard output")
+    flag(text, "--quiet", text="no notes, legend or status line; what a lossy answer may lose is said all the same")
+    flag(text, "--no-color", text="no colours")
+    parser.add_argument("--version", action="version", version=f"{PROG} {viasd.__version__}")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses and checks; defaults that depend on nothing else stay None.
+
+    Raises:
+        OptionError: If an option is malformed, or options contradict each other.
+        PairError: If the pair is not registered.
+        MaskError: If the mask can't be what was meant.
+    """
+    args = build_parser().parse_args(argv)
+    given = {name for name, value in vars(args).items() if value is not None and value != "auto"}
+    if args.list_pairs:
+        if rest := sorted(given - _LISTING):
+            raise OptionError(f"--list-pairs only lists, so {_option(rest[0])} means nothing with it")
+        return args
+    for first, second, why in _EXCLUSIVE:
+        if {first, second} <= given:
+            raise OptionError(f"{_option(first)} and {_option(second)} contradict each other: {why}; leave one out")
+    _check_preset(args, given)
+    _check_models(args, given)
+    _check_mask(args, given)
+    _check_decoding(args, given)
+    _check_text(args)
+    return args
+
+
+def options_from_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The options for `viasd.runtime.api.make_config`; what was not given is left out."""
+    from viasd.runtime.gates import THETA_ACC, THETA_ESC, Thresholds  # needs torch, see above
+
+    values = dict(vars(args))
+    if args.preset == "paper":
+        values.update(PAPER)
+    if args.lossless:
+        values["mode"] = "lossless"
+    options = {name: values[name] for name in _DIRECT if values[name] is not None}
+    if args.alpha1 is not None or args.alpha2 is not None:
+        options["thresholds"] = Thresholds.from_alphas(
+            1 - THETA_ESC if args.alpha1 is None else args.alpha1, 1 - THETA_ACC if args.alpha2 is None else args.alpha2
+        )
+    elif values["theta_acc"] is not None or values["theta_esc"] is not None:
+        accept, escalate = values["theta_acc"], values["theta_esc"]
+        options["thresholds"] = Thresholds(
+            THETA_ACC if accept is None else accept, THETA_ESC if escalate is None else escalate
+        )
+    return options
+
+
+def check_mask_use(spec: str, strategy: str | None, tiers: str | None) -> None:
+    """A mask that nothing would use is an error.
+
+    Args:
+        spec: What ``--mask`` was given.
+        strategy: The strategy asked for.
+        tiers: The tiers asked for.
+
+    Raises:
+        OptionError: If there is a mask but no slim verifier.
+    """
+    if spec in ("auto", "none"):
+        return
+    if strategy in ("plain", "sd"):
+        raise OptionError(f"a mask is for a slim verifier, which strategy {strategy} does not have; leave out the mask")
+    if tiers == "2":
+        raise OptionError("a mask is for a slim verifier, which two tiers do not have; leave out the mask")
+
+
+def _check_preset(args: argparse.Namespace, given: set[str]) -> None:
+    for name, value in PAPER.items() if args.preset == "paper" else ():
+        if name in given and getattr(args, name) != value:
+            raise OptionError(f"--preset paper sets {_option(name)} itself, to {value}; leave one out")
+    if args.preset == "paper" and args.mask == "none":
+        raise OptionError("--preset paper needs a slim verifier, but --mask none leaves it out")
+
+
+def _check_models(args: argparse.Namespace, given: set[str]) -> None:
+    if args.drafter is not None and args.target is None:
+        raise OptionError("--drafter needs --target; or name both by --pair")
+    if args.target is None:
+        drafter = parse_pair(args.pair or DEFAULT_PAIR, base=bool(args.base)).drafter
+    else:
+        drafter = args.drafter or "lookup"
+    if "drafter_device" in given and drafter in MODEL_FREE_DRAFTERS:
+        raise OptionError(f"--drafter-device places a drafter model, but the drafter is {drafter}, which has none")
+    if "self_skip" in given and drafter != "self":
+        raise OptionError(f"--self-skip is for the self drafter, but the drafter is {drafter}")
+    if args.threads is not None and args.threads < 1:
+        raise OptionError(f"--threads must be at least 1, but got {args.threads}")
+
+
+def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
+    if "mask" not in given:
+        return
+    check_mask_use(args.mask, args.strategy, args.tiers)
+    kind, colon, ratio = args.mask.partition(":")
+    if kind == "even" and colon:
+        try:
+            good = 0 <= float(ratio) < 1
+        except ValueError:
+            good = False
+        if not good:
+            raise MaskError(f"--mask even:RATIO takes a number from 0 to below 1, such as even:0.45, but got {ratio!r}")
+    elif args.mask != "none" and not Path(args.mask).is_file():
+        raise MaskError(f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO or a file")
+
+
+def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:
+    if args.lossless and args.mode not in (None, "lossless"):
+        raise OptionError(f"--lossless contradicts --mode {args.mode}; leave one out")
+    if args.strategy == "plain":
+        for name in ("gamma", "draft_min_prob", "self_skip", "slim_rounds"):
+            if name in given:
+                raise OptionError(f"{_option(name)} is about drafting, but --strategy plain drafts nothing")
+    if not args.temperature:
+        for name in ("top_k", "top_p", "min_p"):
+            if name in given:
+                raise OptionError(f"{_option(name)} only means something when sampling; add --temperature above 0")
+
+
+def _check_text(args: argparse.Namespace) -> None:
+    if args.system is not None and args.chat is False:
+        raise OptionError("--system is a message of a chat, but --no-chat leaves the chat template out")
+    for name in ("prompt", "system", "stop"):
+        for text in getattr(args, name) if name == "stop" and args.stop else [getattr(args, name)]:
+            if text is None:
+                continue
+            if not text:
+                raise OptionError(f"{_option(name)} is empty; give it some text or leave it out")
+            if any("\ud800" <= c <= "\udfff" for c in text):
+                raise OptionError(f"{_option(name)} is not valid UTF-8 text")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
