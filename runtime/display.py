@@ -146,17 +146,15 @@ def play(answer: Stream, screen: Screen, *, show: bool = True) -> Result | None:
 def status_line(result: Result) -> str:
     """One line: speed, acceptance, calls per token, and shares by tier."""
     stats = result.stats
-    head = (
-        f"{stats.emitted} tokens in {stats.seconds:.1f} s ({result.finish_reason}), {stats.tokens_per_second:.1f} tok/s"
-    )
-    return f"{head} | {counts(stats)} | {shares(stats)} | {result.strategy}, {result.mode}"
+    speed = f"{stats.seconds:.1f} s ({result.finish_reason}), {stats.tokens_per_second:.1f} tok/s"
+    return f"{stats.emitted} tokens, {speed} | {counts(stats)} | {shares(stats)} | {result.strategy} {result.mode}"
 
 
 def counts(stats: Counters) -> str:
     """Acceptance and calls, as ratios; see `viasd.runtime.options.DEFINITIONS`."""
     accepted = stats.accepted / stats.rounds if stats.rounds else 0.0
     return (
-        f"{accepted:.2f} accepted/round, {stats.block_efficiency:.2f} emitted/round | "
+        f"{accepted:.2f} accepted, {stats.block_efficiency:.2f} emitted/round | "
         f"q' {stats.slim_calls_per_token:.2f}, q {stats.full_calls_per_token:.2f} calls/token"
     )
 

@@ -162,7 +162,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         MaskError: If the mask can't be what was meant.
     """
     args = build_parser().parse_args(argv)
-    given = {name for name, value in vars(args).items() if value is not None and value != "auto"}
+    given = {
+        name for name, value in vars(args).items() if value is not None and (value != "auto" or name == "device_map")
+    }
     if args.list_pairs:
         if rest := sorted(given - _LISTING):
             raise OptionError(f"--list-pairs only lists, so {_option(rest[0])} means nothing with it")
@@ -222,7 +224,8 @@ def check_mask_use(spec: str, strategy: str | None, tiers: str | None) -> None:
 def _check_preset(args: argparse.Namespace, given: set[str]) -> None:
     for name, value in PAPER.items() if args.preset == "paper" else ():
         if name in given and getattr(args, name) != value:
-            raise OptionError(f"--preset paper sets {_option(name)} itself, to {value}; leave one out")
+            shown = ("on" if value else "off") if isinstance(value, bool) else value
+            raise OptionError(f"--preset paper sets {_option(name)} itself, to {shown}; leave one out")
     if args.preset == "paper" and args.mask == "none":
         raise OptionError("--preset paper needs a slim verifier, but --mask none leaves it out")
 

@@ -178,4 +178,4 @@ class Ahead:
             rows.append(self.next(logits[i]))
             if i < len(tokens):
                 self.push(tokens[i])
-        return torch.stack(rows)
+        return torch.stack(rows) if rows else logits

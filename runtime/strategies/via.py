@@ -131,6 +131,8 @@ class GatedCascade:
 
     def _audited(self, tokens: Sequence[int], draft: Draft, slim: _Slim, walk: _Walk) -> Emission:
         """A block that would have skipped q, judged by q all the same: recorded, learnt from and (recheck) corrected."""
+        # A rewrite stands where the slim path ran the drafted token: what it left there must not be taken for the rewrite's.
+        self._bench.target.settle([*tokens, *walk.tokens])
         full = self._bench.target.full([*tokens, *walk.tokens], len(walk.tokens) + 1)
         laws = self._tentative_laws(draft, slim, len(walk.tokens))
         # Before the gate learns from this very block.
