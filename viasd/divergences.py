@@ -87,18 +87,20 @@ def rejection_rate(log_p: torch.Tensor, log_q: torch.Tensor, alpha: float = 0.0)
     return _by_chunk(lambda p, q: (p.exp() - q.exp() / (1 - alpha)).relu().sum(-1), log_p, log_q)
 
 
-def expected_tokens(rejection: float, gamma: int) -> float:
+def expected_tokens(rejection: float, gamma: float) -> float:
     """Tokens a round of gamma drafted ones emits, bonus included, each refused with probability R independently.
 
-    `(1 - (1-R)^(gamma+1)) / R`, gamma + 1 at R = 0.
+    `(1 - (1-R)^(gamma+1)) / R`, gamma + 1 at R = 0. `gamma` may be a mean number of tokens.
 
     Raises:
         OptionError: rejection is outside [0, 1] or gamma below 0.
     """
     if not 0 <= rejection <= 1 or gamma < 0:
         raise OptionError(f"rejection must be in [0, 1] and gamma at least 0, but got {rejection} and {gamma}")
-    # The sum of the geometric series rather than its closed form: exact at R = 0 and next to it.
-    return math.fsum((1 - rejection) ** i for i in range(gamma + 1))
+    if rejection in (0, 1):
+        return 1.0 + gamma * (1 - rejection)
+    # Written so that it keeps its digits next to R = 0.
+    return -math.expm1((gamma + 1) * math.log1p(-rejection)) / rejection
 
 
 def predicted_seconds_sd(rejection: float, gamma: int, c_p: float, c_q: float) -> float:

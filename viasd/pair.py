@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -91,7 +92,10 @@ class Pair:
         if items and isinstance(items[0], dict):
             if not self.is_chat:
                 raise OptionError(f"{self.target_id} has no chat template; give the prompt as text (--no-chat)")
-            text = self.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
+            try:
+                text = self.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:  # a template may refuse a role (Gemma 2 knows no system message)
+                raise OptionError(f"the chat template of {self.target_id} refuses these messages: {error}") from error
             # The template writes its own special tokens.
             return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
         if not all(isinstance(i, int) for i in items):

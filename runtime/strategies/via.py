@@ -124,7 +124,9 @@ class GatedCascade:
         laws = self._tentative_laws(draft, slim, len(walk.tokens))
         laws += [draft.rows[i] for i in range(first + 1, len(block))]
         kept = [*walk.kept, *[True] * (len(block) - len(walk.kept))]
-        self._learn(tokens, draft, slim, laws, full, walk.tokens)
+        # From the whole block, not only up to the escalation: a guard that lets nothing pass yet escalates the first token
+        # of every block, and would never hear of the later positions.
+        self._learn(tokens, draft, slim, laws, full, block)
         if self._recheck:
             return self._tested(tokens, block, laws, full, kept, gated=len(walk.tokens))
         return self._decided_from(first, tokens, block, laws, full, kept)
