@@ -63,7 +63,7 @@ def log_ratios(slim_logits: Tensor, tokens: list[int]) -> list[float]:
     """``log r`` of ``tokens[i]`` under row i of raw logits ``[g, V]``: 0 for the row's argmax, negative otherwise."""
     index = torch.as_tensor(tokens, device=slim_logits.device)
     rows = slim_logits[: len(tokens)]
-    return (rows.gather(1, index[:, None])[:, 0] - rows.amax(dim=-1)).tolist()  # type: ignore[no-any-return]
+    return (rows.gather(1, index[:, None])[:, 0] - rows.amax(dim=-1)).tolist()
 
 
 class Gate(Protocol):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from viasd.runtime.drafters.base import Draft
@@ -88,10 +89,11 @@ class Guard:
             return np.zeros(len(features))
         return self.estimator.predict(features, capped)
 
-    def passes(self, features: Array, positions: Sequence[int] | Array) -> Array:
+    def passes(self, features: Array, positions: Sequence[int] | Array) -> npt.NDArray[np.bool_]:
         """Which of n tokens may skip q, boolean ``[n]``."""
         # Strictly above, so that a budget of 0 passes nothing even where the prediction rounds to 1.
-        return self.agreement(features, positions) > 1 - self.config.max_disagreement
+        enough: npt.NDArray[np.bool_] = self.agreement(features, positions) > 1 - self.config.max_disagreement
+        return enough
 
     def observe(self, features: Array, positions: Sequence[int], agreement: Sequence[float]) -> None:
         """Learns from judged tokens; refits from time to time."""

@@ -53,13 +53,13 @@ class LayeredModel:
         self.name = type(model).__name__
         self.kernel = "sdpa" if kernel == "auto" else kernel
         self.decoder = _find_decoder(model)
-        self.layers: Sequence[nn.Module] = list(self.decoder.layers)  # type: ignore[arg-type]
+        self.layers: Sequence[nn.Module] = list(self.decoder.layers)
         self.n_layers = len(self.layers)
         self.config: Any = self.decoder.config
         self.layer_types = _layer_types(self.name, self.config, self.layers)
         self.embed_scale: Tensor | None = None  # set by the probe where the model's forward scales outside embed_tokens
         self._lean = [lean_layer(layer) if lean else None for layer in self.layers]
-        self._head = model.get_output_embeddings()  # type: ignore[operator]
+        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
         self._plain_head = lean and type(self._head) is nn.Linear and untouched(self._head)
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
@@ -74,12 +74,12 @@ class LayeredModel:
     @property
     def device(self) -> torch.device:
         """Device on which token ids enter."""
-        return self.decoder.embed_tokens.weight.device  # type: ignore[union-attr, return-value]
+        return self.decoder.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the hidden states."""
-        return self.decoder.embed_tokens.weight.dtype  # type: ignore[union-attr, return-value]
+        return self.decoder.embed_tokens.weight.dtype
 
     @property
     def context_length(self) -> int:
@@ -101,7 +101,7 @@ class LayeredModel:
     def embed(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Token ids (n of them) -> hidden states ``[1, n, d]``."""
         row = torch.as_tensor(ids, dtype=torch.long, device=self.device).reshape(1, -1)
-        hidden: Tensor = self.decoder.embed_tokens(row)  # type: ignore[operator]
+        hidden: Tensor = self.decoder.embed_tokens(row)
         return hidden if self.embed_scale is None else hidden * self.embed_scale
 
     def run(

@@ -69,4 +69,4 @@ class Rows:
             return [float(a == b) for a, b in zip(self.tokens, tokens, strict=False)]
         assert self.probs is not None
         index = torch.as_tensor(list(tokens), device=self.probs.device)
-        return self.probs[: len(tokens)].gather(1, index[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+        return self.probs[: len(tokens)].gather(1, index[:, None])[:, 0].tolist()

@@ -12,7 +12,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from viasd.runtime.drafters import Draft
 from viasd.runtime.gates import RatioGate, Thresholds
 from viasd.runtime.metrics import Counters
 from viasd.runtime.session import Ending, rounds
-from viasd.runtime.strategies import ChainedCascade, GatedCascade, Plain, SpeculativeDecoding, Workbench
+from viasd.runtime.strategies import ChainedCascade, GatedCascade, Plain, SpeculativeDecoding, Strategy, Workbench
 
 from viasd.attention import Segment
 from viasd.draws import Draws, SeededDraws
@@ -106,14 +107,14 @@ def loop_overhead(vocabulary: int, repeats: int, n_rounds: int = 200) -> dict[st
             counters = Counters()
             sampler = Sampler(SamplingConfig())
             bench = Workbench(ready, sampler, SeededDraws(0), counters)
-            strategy: Any = {
-                "plain": lambda b=bench: Plain(b),
-                "sd": lambda b=bench, d=ready: SpeculativeDecoding(b, d, gamma=5),
-                "chain": lambda b=bench, d=ready: ChainedCascade(b, d, gamma=5),
-                "via": lambda b=bench, d=ready: GatedCascade(b, d, RatioGate(Thresholds()), gamma=5, audit=0.0),
-            }[name]()
+            strategies: dict[str, Strategy] = {
+                "plain": Plain(bench),
+                "sd": SpeculativeDecoding(bench, ready, gamma=5),
+                "chain": ChainedCascade(bench, ready, gamma=5),
+                "via": GatedCascade(bench, ready, RatioGate(Thresholds()), gamma=5, audit=0.0),
+            }
             start = time.perf_counter()
-            steps = rounds(strategy, ready, ready, sampler, [1, 2, 3], Ending(10**9, frozenset()), counters)
+            steps = rounds(strategies[name], ready, ready, sampler, [1, 2, 3], Ending(10**9, frozenset()), counters)
             with torch.inference_mode():
                 for _, _ in zip(range(n_rounds), steps, strict=False):
                     pass
@@ -163,11 +164,7 @@ def pass_costs(pair: Pair, repeats: int, context: int = 128, skip: float = 0.45)
 
     with torch.inference_mode():
         model.run(model.embed(ids[:context]), routes["full"], model.step([Segment(kv, 0, context)]))
-        jobs = {
-            f"{name} {n}": (lambda layers=layers, n=n: run(layers, n))
-            for name, layers in routes.items()
-            for n in (1, 2, 5, 8)
-        }
+        jobs = {f"{name} {n}": partial(run, layers, n) for name, layers in routes.items() for n in (1, 2, 5, 8)}
         times = _interleaved(jobs, max(repeats, 15))
     one = _median(times["full 1"])
     return {
@@ -263,7 +260,7 @@ def _transformers(pair: Pair, ids: list[int], tokens: int, stop: bool = False, *
     return int(out.shape[1] - row.shape[1])
 
 
-def _interleaved(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def _interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every job, run in turn `repeats` times after one warm-up each."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 1):

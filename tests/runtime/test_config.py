@@ -48,7 +48,10 @@ VIA = {"strategy": "cascade", "mode": "via"}
         ({"strategy": "sd", "slim_rounds": 2}, "slim_rounds only means something"),
         ({"slim_rounds": 2}, "slim_rounds only means something"),
         ({**VIA, "slim_rounds": 2}, "slim_rounds only means something"),
-        ({"strategy": "cascade", "mode": "lossless", "tiers": "2", "slim_rounds": 2}, "slim_rounds only means something"),
+        (
+            {"strategy": "cascade", "mode": "lossless", "tiers": "2", "slim_rounds": 2},
+            "slim_rounds only means something",
+        ),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"speed": 9}, "unknown option 'speed'; known are .*strategy"),

@@ -55,7 +55,9 @@ def sd(kind: str = "dense", gamma: int = 2, alpha: float = 0.0) -> Make:
     return make
 
 
-def chain(kind: str = "dense", gamma: int = 1, slim_rounds: int = 1, alpha: float = 0.0, stop: int | None = None) -> Make:
+def chain(
+    kind: str = "dense", gamma: int = 1, slim_rounds: int = 1, alpha: float = 0.0, stop: int | None = None
+) -> Make:
     def make(bench: Workbench) -> tuple[Strategy, Any]:
         source = drafter(kind)
         stops = frozenset() if stop is None else frozenset({stop})
@@ -65,7 +67,9 @@ def chain(kind: str = "dense", gamma: int = 1, slim_rounds: int = 1, alpha: floa
     return make
 
 
-def via(gate: Callable[[], Any], kind: str = "dense", gamma: int = 2, *, recheck: bool = True, audit: float = 0.0) -> Make:
+def via(
+    gate: Callable[[], Any], kind: str = "dense", gamma: int = 2, *, recheck: bool = True, audit: float = 0.0
+) -> Make:
     def make(bench: Workbench) -> tuple[Strategy, Any]:
         source = drafter(kind)
         return GatedCascade(bench, source, gate(), gamma=gamma, recheck=recheck, audit=audit), source
@@ -250,7 +254,9 @@ def test_testing_an_escalated_token_as_a_draw_from_p_would_be_wrong() -> None:
         if not accept[x]:
             kept = min(1.0, float(q[x] / m[x]))
             rest = (q - m).clamp_min(0)
-            wrong = wrong + p[x] * (kept * torch.nn.functional.one_hot(torch.tensor(x), 3) + (1 - kept) * rest / rest.sum())
+            wrong = wrong + p[x] * (
+                kept * torch.nn.functional.one_hot(torch.tensor(x), 3) + (1 - kept) * rest / rest.sum()
+            )
     assert float((wrong - torch.tensor([float(v) for v in one_position_law(gate, "dense")])).abs().max()) > 1e-3
 
 
@@ -322,4 +328,6 @@ def test_testing_against_another_row_than_the_one_drawn_from_is_noticed() -> Non
 def test_rows_do_not_depend_on_who_asks() -> None:
     assert torch.equal(TARGET.full([0, 1, 2], 2)[0], Q((0, 1)))
     assert torch.equal(TARGET.slim([0, 1, 2], 1)[0], SLIM((0, 1, 2)))
-    assert Sampler(PLAIN_SAMPLING).ahead(PROMPT).row(Q(PROMPT)).prob(0) == pytest.approx(float(Q(PROMPT).softmax(-1)[0]))
+    assert Sampler(PLAIN_SAMPLING).ahead(PROMPT).row(Q(PROMPT)).prob(0) == pytest.approx(
+        float(Q(PROMPT).softmax(-1)[0])
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ PROMPT = (0,)
 def random_table(seed: int, vocabulary: int = 3, spread: float = 1.5) -> Table:
     """Raw logits (float64) that depend on the whole prefix."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def logits(prefix: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, prefix)) % 2**31)
         return torch.randn(vocabulary, generator=generator, dtype=torch.float64) * spread

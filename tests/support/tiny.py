@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,17 +14,17 @@ from viasd.testing import byte_tokenizer, perturbed, tiny_model
 TEXT = "hello hello world, hello"  # 24 tokens: three windows of 8, with something to look up
 
 
-@lru_cache(maxsize=None)
+@cache
 def model_of(family: str, **shape: Any) -> Any:
     return tiny_model(family, **shape)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tokenizer() -> Any:
     return byte_tokenizer()
 
 
-@lru_cache(maxsize=None)
+@cache
 def pair_of(family: str, drafter: str = "lookup", noise: float = 0.3, **shape: Any) -> viasd.Pair:
     """A pair over a tiny model; `drafter` is lookup, self, model (a perturbed copy) or same (the target itself)."""
     model = model_of(family, **shape)
@@ -58,7 +58,14 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "plain"},
     "sd": {"strategy": "sd"},
     "chain": {"strategy": "cascade", "mode": "lossless", "tiers": "3", "mask": "even:0.45"},
-    "chain2": {"strategy": "cascade", "mode": "lossless", "tiers": "3", "mask": "even:0.3", "slim_rounds": 2, "gamma": 3},
+    "chain2": {
+        "strategy": "cascade",
+        "mode": "lossless",
+        "tiers": "3",
+        "mask": "even:0.3",
+        "slim_rounds": 2,
+        "gamma": 3,
+    },
     "via0": {"strategy": "cascade", "mode": "via", "tiers": "3", "mask": "even:0.45", "max_disagreement": 0.0},
     "via-audited": {
         "strategy": "cascade",

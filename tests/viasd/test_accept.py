@@ -165,7 +165,9 @@ def test_rows_of_both_kinds_read_the_same() -> None:
     for asked in itertools.product(range(5), repeat=2):
         assert sharp.at(list(asked)) == full.at(list(asked))
     assert len(sharp) == len(full) == 4
-    assert [sharp[i].prob(t) for i, t in enumerate(tokens)] == [full[i].prob(t) for i, t in enumerate(tokens)] == [1] * 4
+    assert (
+        [sharp[i].prob(t) for i, t in enumerate(tokens)] == [full[i].prob(t) for i, t in enumerate(tokens)] == [1] * 4
+    )
 
 
 def test_joining_rows_of_both_kinds_makes_them_dense() -> None:

@@ -80,10 +80,19 @@ def test_a_point_mass_and_a_certain_test_use_up_a_number_as_well() -> None:
 
 
 def test_streams_of_one_seed_differ_and_seeds_differ() -> None:
-    row = Row(probs=torch.full((50,), 0.02))
-    one, two = SeededDraws(1), SeededDraws(2)
-    sequences = [[draw(row) for _ in range(20)] for draw in (one.token, one.draft, two.token, two.draft)]
-    assert len({tuple(s) for s in sequences}) == 4
+    # Each stream's numbers as "below one half or not".
+    row = Row(probs=torch.tensor([0.5, 0.5]))
+
+    def coins(seed: int) -> set[tuple[bool, ...]]:
+        draws = SeededDraws(seed)
+        return {
+            tuple(draws.token(row) == 0 for _ in range(64)),
+            tuple(draws.draft(row) == 0 for _ in range(64)),
+            tuple(draws.accept(0.5) for _ in range(64)),
+            tuple(draws.audit(0.5) for _ in range(64)),
+        }
+
+    assert len(coins(1) | coins(2)) == 8
 
 
 def test_enumeration_visits_every_path_once_with_its_probability() -> None:

@@ -20,7 +20,8 @@ from viasd.testing import FAMILIES, tiny_model
 
 
 def random_ids(n: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed).randrange(300) for _ in range(n)]
+    rng = random.Random(seed)
+    return [rng.randrange(300) for _ in range(n)]
 
 
 def hf_logits(model: Any, ids: list[int]) -> Tensor:
@@ -30,7 +31,9 @@ def hf_logits(model: Any, ids: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def feed(model: LayeredModel, kv: SequenceKV, ids: list[int], start: int, end: int) -> Tensor:
-    out, _ = model.run(model.embed(ids[start:end]), range(model.n_layers), model.step([Segment(kv, start, end - start)]))
+    out, _ = model.run(
+        model.embed(ids[start:end]), range(model.n_layers), model.step([Segment(kv, start, end - start)])
+    )
     return model.readout(out)
 
 
@@ -198,7 +201,9 @@ def test_the_probe_refuses_another_readout_and_says_where() -> None:
             return out
 
     model = Scaled(model_of("llama").config).eval()
-    with pytest.raises(UnsupportedModelError, match="Scaled computes something.*differ by.*in the last layer or the re"):
+    with pytest.raises(
+        UnsupportedModelError, match="Scaled computes something.*differ by.*in the last layer or the re"
+    ):
         load_layered(model)
 
 
