@@ -79,6 +79,8 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
     if args.prompt_file is None and sys.stdin is not None and sys.stdin.isatty():
         if args.json:
             raise OptionError("--json answers one prompt; add --prompt or --prompt-file, or pipe one in")
+        if args.check:
+            raise OptionError("--check looks at one answer; add --prompt or --prompt-file, or pipe one in")
         return None
     from_stdin = args.prompt_file in (None, "-")
     source = "standard input" if from_stdin else f"'{args.prompt_file}'"
@@ -167,9 +169,18 @@ def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Na
     result = play(answer, screen, show=not args.json)
     if result is None:
         raise KeyboardInterrupt
+    report = result.as_json()
+    comparison = None
+    if args.check and result.token_ids:
+        from viasd.runtime.check import compare_with_plain
+
+        comparison = compare_with_plain(pair, answer.session.prompt, result, config.sampling)
+        report["check"] = comparison.as_json()
     if args.json:
-        _print_json(result.as_json(), screen)
+        _print_json(report, screen)
     screen.status(result)
+    if comparison is not None:
+        screen.note(comparison.sentence())
     if result.finish_reason == "interrupted":
         _complain("interrupted")
         return INTERRUPTED

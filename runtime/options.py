@@ -146,6 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)"
     )
+    flag(text, "--check", text="compare the answer with the full verifier, token by token (temperature 0, one answer)")
     flag(text, "--json", text="one JSON object on standard output")
     flag(text, "--quiet", text="no notes, legend or status line; what a lossy answer may lose is said all the same")
     flag(text, "--no-color", text="no colours")
@@ -275,6 +276,8 @@ def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:
 
 
 def _check_text(args: argparse.Namespace) -> None:
+    if args.check and args.temperature:
+        raise OptionError("--check needs temperature 0: a sampled answer has no single right text; leave one out")
     if args.system is not None and args.chat is False:
         raise OptionError("--system is a message of a chat, but --no-chat leaves the chat template out")
     for name in ("prompt", "system", "stop"):

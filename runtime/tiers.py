@@ -104,6 +104,7 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str) -> 
             ratio = (slim[where].gather(1, p.argmax(dim=-1, keepdim=True))[:, 0] - best).exp()
             decisions += [thresholds.decide(r) for r in ratio.tolist()]
         for name, proposal, verifier in pairs:
+            proposal, verifier = proposal.cpu(), verifier.cpu()  # the drafter may sit on another device
             stages[name].append(1 - accept_mass(proposal, verifier))
             costs[name].append(stage_cost(proposal, verifier))
     rejection = {name: float(torch.cat(v).mean()) if v else 1.0 for name, v in stages.items()}

@@ -108,6 +108,7 @@ def gated_law(p: Row, slim: Row, rewrite: Tensor) -> Row:
     if p.probs is None:
         assert p.token is not None
         return slim if bool(rewrite[p.token]) else p
-    inside = p.probs * rewrite
+    proposal = p.probs.to(rewrite.device)
+    inside = proposal * rewrite
     mass = inside.sum()
-    return Row(probs=p.probs - inside + mass * slim.dense(p.probs))
+    return Row(probs=proposal - inside + mass * slim.dense(proposal))

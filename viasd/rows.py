@@ -28,7 +28,7 @@ class Row:
     def dense(self, like: Tensor) -> Tensor:
         """The row as probabilities, shaped as `like` (``[V]``)."""
         if self.probs is not None:
-            return self.probs
+            return self.probs.to(like.device)  # drafter and target may sit on different devices
         row = torch.zeros_like(like)
         row[self.token] = 1
         return row

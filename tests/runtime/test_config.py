@@ -141,7 +141,7 @@ def test_bad_prompts_are_refused(lookup_pair: Pair) -> None:
     ):
         with pytest.raises(OptionError, match=message):
             viasd.generate(lookup_pair, prompt, mask=None)
-    with pytest.raises(ContextLengthError, match="has 512 tokens, but .* takes 512 in all"):
+    with pytest.raises(ContextLengthError, match=r"has 512 tokens, but .* takes 512 in all"):
         viasd.generate(lookup_pair, [5] * 512, mask=None)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from laws import PROMPT, Law, Table, constant_table, decoded_law, largest_error, random_table, target_law
+from laws import PROMPT, Law, Table, decoded_law, largest_error, random_table, target_law
 from viasd.runtime.drafters import Draft
 from viasd.runtime.gates import Decision, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
@@ -22,9 +22,8 @@ from viasd.runtime.strategies import (
 from viasd.runtime.strategies.via import emitted_law
 
 from viasd.accept import gated_law
-from viasd.draws import Draws
 from viasd.rows import Row, Rows
-from viasd.sampling import Ahead, Sampler, SamplingConfig
+from viasd.sampling import Sampler, SamplingConfig
 from viasd.testing import TableDrafter, TableTarget
 
 EXACT = 1e-12
@@ -258,71 +257,6 @@ def test_testing_an_escalated_token_as_a_draw_from_p_would_be_wrong() -> None:
                 kept * torch.nn.functional.one_hot(torch.tensor(x), 3) + (1 - kept) * rest / rest.sum()
             )
     assert float((wrong - torch.tensor([float(v) for v in one_position_law(gate, "dense")])).abs().max()) > 1e-3
-
-
-# --- the harness notices what silently breaks losslessness -------------------------------------------------------------
-
-
-class Biased:
-    """A drafter of one token a block that does one of the forbidden things."""
-
-    def __init__(self, p: Table, keep: Callable[[int, torch.Tensor], bool], choose: str = "draw") -> None:
-        self.name = "biased"
-        self._p, self._keep, self._choose = p, keep, choose
-
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
-        if limit < 1:
-            return Draft()
-        row = ahead.row(self._p(tuple(tokens)))
-        assert row.probs is not None
-        token = int(row.probs.argmax()) if self._choose == "argmax" else draws.draft(row)
-        if not self._keep(token, row.probs):
-            return Draft()
-        shown = Row(probs=(row.probs.log() / 2).softmax(-1)) if self._choose == "other row" else row
-        return Draft([token], Rows.joined([shown]), [1.0])
-
-    def rewind(self, tokens: Sequence[int]) -> None: ...
-
-    def settle(self, tokens: Sequence[int]) -> None: ...
-
-
-def always(_token: int, _row: torch.Tensor) -> bool:
-    return True
-
-
-@pytest.mark.parametrize(
-    ("target", "proposal", "keep", "choose", "expected"),
-    [
-        # Trimming on the drawn token's own probability.
-        ([0.5, 0.5], [0.2, 0.8], lambda x, row: row[x] >= 0.5, "draw", [0.4, 0.6]),
-        ([0.6, 0.3, 0.1], [0.8, 0.15, 0.05], lambda x, row: row[x] > 0.75, "draw", [0.72, 0.21, 0.07]),
-        # A budget that looks at the token itself.
-        ([0.7, 0.3], [0.5, 0.5], lambda x, row: x == 0, "draw", [0.85, 0.15]),
-        # The argmax proposed, but tested as a draw from the row.
-        ([0.6, 0.3, 0.1], [0.8, 0.15, 0.05], always, "argmax", [0.75, 0.1875, 0.0625]),
-        # Gates on the row as a whole are fine.
-        ([0.5, 0.5], [0.2, 0.8], lambda x, row: row.max() >= 0.5, "draw", [0.5, 0.5]),
-        ([0.5, 0.5], [0.2, 0.8], lambda x, row: row.max() >= 0.9, "draw", [0.5, 0.5]),
-    ],
-)
-def test_known_biases_give_the_known_wrong_laws(
-    target: list[float], proposal: list[float], keep: Any, choose: str, expected: list[float]
-) -> None:
-    q = constant_table(*target)
-    source = Biased(constant_table(*proposal), keep, choose)
-    law = decoded_law(
-        lambda bench: (SpeculativeDecoding(bench, source, gamma=1), source), TableTarget(q, q), 1, PLAIN_SAMPLING
-    )
-    assert [law.get((x,), 0.0) for x in range(len(expected))] == pytest.approx(expected, abs=1e-12)
-
-
-def test_testing_against_another_row_than_the_one_drawn_from_is_noticed() -> None:
-    q = constant_table(0.6, 0.3, 0.1)
-    source = Biased(constant_table(0.8, 0.15, 0.05), always, "other row")
-    law = decoded_law(
-        lambda bench: (SpeculativeDecoding(bench, source, gamma=1), source), TableTarget(q, q), 1, PLAIN_SAMPLING
-    )
-    assert largest_error(law, target_law(q, 1, PLAIN_SAMPLING, 3)) > 0.01
 
 
 def test_rows_do_not_depend_on_who_asks() -> None:

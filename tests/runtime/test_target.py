@@ -62,7 +62,7 @@ def test_the_full_verifiers_rows_after_any_history_equal_a_fresh_forward(family:
                     # Tokens behind `at` differ from those the slim path ran: only what it ran for the same text may be used.
                     target.settle([*tokens, *block[:at], 0])
                     torch.testing.assert_close(target.full(tentative, rows), fresh(hf, tentative, rows), **TOLERANCE)
-                    tokens = tentative[: len(tokens) + rng.randrange(rows)] + [rng.randrange(300)]
+                    tokens = [*tentative[: len(tokens) + rng.randrange(rows)], rng.randrange(300)]
                 case "audit":
                     target.slim([*tokens, *block[:-1]], len(block))
                     tentative = [*tokens, *block]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ def feed(model: LayeredModel, kv: SequenceKV, ids: list[int], start: int, end: i
 
 def in_pieces(model: LayeredModel, ids: list[int], cuts: list[int]) -> Tensor:
     kv, edges = model.new_kv(), [0, *cuts, len(ids)]
-    return torch.cat([feed(model, kv, ids, a, b) for a, b in zip(edges, edges[1:], strict=False)])
+    return torch.cat([feed(model, kv, ids, a, b) for a, b in itertools.pairwise(edges)])
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -202,7 +203,7 @@ def test_the_probe_refuses_another_readout_and_says_where() -> None:
 
     model = Scaled(model_of("llama").config).eval()
     with pytest.raises(
-        UnsupportedModelError, match="Scaled computes something.*differ by.*in the last layer or the re"
+        UnsupportedModelError, match=r"Scaled computes something.*differ by.*in the last layer or the re"
     ):
         load_layered(model)
 

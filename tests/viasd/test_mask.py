@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_even_masks_skip_the_share_asked_for_and_keep_the_ends(n_layers: int) ->
         assert mask.keep[0]
         assert mask.keep[-1]
         gaps = [i for i, k in enumerate(mask.keep) if not k]
-        steps = [b - a for a, b in zip(gaps, gaps[1:], strict=False)]
+        steps = [b - a for a, b in itertools.pairwise(gaps)]
         assert not steps or max(steps) - min(steps) <= 1
 
 
