@@ -69,7 +69,9 @@ class Result:
         }
 
 
-def describe_loss(mode: str, counters: Counters, lossless: bool, alpha: float | None = None) -> str:
+def describe_loss(
+    mode: str, counters: Counters, lossless: bool, alpha: float | None = None, *, greedy: bool = False
+) -> str:
     """How far an output can differ from the target's own, in one sentence; every lossy output carries it.
 
     Args:
@@ -77,9 +79,12 @@ def describe_loss(mode: str, counters: Counters, lossless: bool, alpha: float | 
         counters: Its counts.
         lossless: Whether nothing lossy ran.
         alpha: The bound of bounded mode.
+        greedy: Whether the temperature was 0, where bounded mode promises something else.
     """
     if lossless:
         return "lossless: same law as the target alone"
+    if mode == "bounded" and greedy:
+        return f"LOSSY (bounded): each token has at least {1 - alpha:g} of the probability of the target's own choice"  # type: ignore[operator]
     if mode == "bounded":
         return f"LOSSY (bounded): each token's law is within total variation {alpha:g} of the target's"
     audit = counters.audit

@@ -300,7 +300,7 @@ class Session:
 
     def _finish(self, text: str, produced: list[int], tiers: list[str], reason: str) -> Result:
         alpha = self.config.decoding.alpha or DEFAULT_ALPHA
-        loss = describe_loss(self.plan.mode, self.counters, self.plan.lossless, alpha)
+        loss = describe_loss(self.plan.mode, self.counters, self.plan.lossless, alpha, greedy=self._sampler.greedy)
         return Result(
             text=text,
             token_ids=produced,

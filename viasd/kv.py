@@ -54,6 +54,12 @@ class SequenceKV:
         value_buffer[0, :, start:end] = values
         return key_buffer[:, :, :end], value_buffer[:, :, :end]
 
+    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Views ``[1, H_kv, end, D]`` of the keys and values of positions below `end`, which must have been written."""
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None and values is not None, f"layer {layer} has not been written"
+        return keys[:, :, :end], values[:, :, :end]
+
     @staticmethod
     def _grown(buffers: list[Tensor | None], layer: int, end: int, keep: int, like: Tensor) -> Tensor:
         buffer = buffers[layer]

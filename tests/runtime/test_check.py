@@ -23,7 +23,7 @@ def answer(pair: viasd.Pair, **options: object) -> viasd.Result:
 
 def test_a_lossless_answer_equals_plain_decoding(pair: viasd.Pair) -> None:
     found = compare_with_plain(pair, pair.encode("hello hello"), answer(pair), SamplingConfig())
-    assert found.equal and found.compared == 20 and found.index is None
+    assert (found.equal, found.compared, found.index) == (True, 20, None)
     assert "all 20 tokens equal" in found.sentence()
 
 
@@ -37,9 +37,9 @@ def test_a_penalty_is_part_of_what_is_right(pair: viasd.Pair) -> None:
 def test_a_wrong_token_is_named_with_its_gap_and_called_a_bug(pair: viasd.Pair) -> None:
     result = answer(pair)
     prompt = pair.encode("hello hello")
-    row = torch.log_softmax(
-        pair.target.model(torch.tensor([[*prompt, *result.token_ids[:7]]])).logits[0, -1].float(), dim=-1
-    )
+    with torch.inference_mode():
+        logits = pair.target.model(torch.tensor([[*prompt, *result.token_ids[:7]]])).logits[0, -1].float()
+    row = torch.log_softmax(logits, dim=-1)
     worst = int(row.argmin())
     wrong = dataclasses.replace(result, token_ids=[*result.token_ids[:7], worst])
     found = compare_with_plain(pair, prompt, wrong, SamplingConfig())
@@ -61,7 +61,7 @@ def test_a_near_tie_is_told_from_a_bug(pair: viasd.Pair, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(type(pair.target), "readout", tied)
     found = compare_with_plain(pair, prompt, dataclasses.replace(result, token_ids=[other]), SamplingConfig())
-    assert found.near_tie and not found.equal
+    assert (found.near_tie, found.equal) == (True, False)
     assert "near-tie, within rounding" in found.sentence()
 
 

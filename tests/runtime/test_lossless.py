@@ -106,6 +106,22 @@ def test_no_more_tokens_than_asked_for(strategy: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ENDING)
+def test_nothing_is_run_beyond_the_end_of_the_answer(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    whole = SequenceKV.write
+
+    def watched(self: SequenceKV, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        ends.append(start + keys.shape[1])
+        return whole(self, layer, start, keys, values)
+
+    monkeypatch.setattr(SequenceKV, "write", watched)
+    for n in range(1, 9):
+        generate(pair_of("llama", "same"), prompt_ids(), max_new_tokens=n, **LOSSLESS[strategy])
+        assert max(ends) <= len(prompt_ids()) + n
+        ends.clear()
+
+
+@pytest.mark.parametrize("strategy", ENDING)
 @pytest.mark.parametrize("drafter", ["same", "lookup"])
 def test_each_token_in_turn_declared_the_end(strategy: str, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pair_of("llama", drafter)
@@ -175,7 +191,7 @@ def test_two_hundred_prompts_do_not_wear_out_the_pair() -> None:
 
     def caches() -> int:
         gc.collect()
-        return sum(isinstance(o, SequenceKV) for o in gc.get_objects())
+        return sum(type(o) is SequenceKV for o in gc.get_objects())
 
     before = caches()
     for i in range(200):

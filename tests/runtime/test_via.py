@@ -230,9 +230,10 @@ def test_every_lossy_output_says_so() -> None:
         {"strategy": "sd", "mode": "bounded", "alpha": 0.25},
         {"strategy": "cascade", "mode": "bounded", "alpha": 0.25, "tiers": "3", "mask": "even:0.25"},
     ):
-        result = generate(pair_of("llama"), prompt_ids(), max_new_tokens=5, **options)
-        assert "LOSSY (bounded)" in result.notes[-1]
-        assert "0.25" in result.notes[-1]
+        for temperature, promise in ((0.0, "at least 0.75 of the probability"), (1.0, "total variation 0.25")):
+            result = generate(pair_of("llama"), prompt_ids(), max_new_tokens=5, temperature=temperature, **options)
+            assert "LOSSY (bounded)" in result.notes[-1]
+            assert promise in result.notes[-1]
         assert not result.lossless
     lossless = generate(pair_of("llama"), prompt_ids(), max_new_tokens=5, strategy="sd")
     assert not any("LOSSY" in note for note in lossless.notes)
@@ -242,3 +243,18 @@ def test_without_a_mask_the_answer_is_lossless_and_says_why() -> None:
     result = generate(pair_of("llama"), prompt_ids(), max_new_tokens=5)
     assert (result.strategy, result.mode, result.lossless, result.mask) == ("sd", "lossless", True, None)
     assert any("no mask for this target" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.9])
+def test_bounded_greedy_output_keeps_its_promise(alpha: float) -> None:
+    strayed = 0
+    for options in ({"strategy": "sd"}, {"strategy": "cascade", "tiers": "3", "mask": "even:0.25"}):
+        ids = prompt_ids()
+        result = generate(pair_of("llama", "model"), ids, mode="bounded", alpha=alpha, **options)
+        with torch.no_grad():
+            logits = model_of("llama")(input_ids=torch.tensor([[*ids, *result.token_ids]])).logits[0]
+        rows = logits[len(ids) - 1 : -1].softmax(-1)
+        ratio = rows.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0] / rows.max(dim=-1).values
+        assert float(ratio.min()) >= 1 - alpha - 1e-4
+        strayed += int((ratio < 1 - 1e-6).sum())
+    assert strayed > 0 or alpha < 0.5

@@ -1,0 +1,215 @@
+"""Which mask to try next: even-spaced, random, Bayesian, or one swap away from the best; never the same one twice.
+
+Paper (arXiv 2606.12243, DIMR): step o is a Bayesian proposal where o is a multiple of theta, otherwise a random mask. Ours:
+o = 0 is the even-spaced mask, and of the other steps a share refines the best mask so far by one swap.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState
+
+from viasd.errors import OptionError
+
+Mask = tuple[int, ...]  # one entry a unit (layer): 1 keeps, 0 skips
+
+MASK_ATTR = "mask"
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The masks that are searched: fixed size, first and last layer and a prefix always kept.
+
+    Attributes:
+        n_layers: Layers of the target.
+        n_skip: Layers every mask skips.
+        keep_prefix: Layers kept at the beginning, at least 1.
+        theta: Every theta-th proposal is Bayesian.
+        refine: Share of the other proposals that are one swap away from the best mask so far.
+        seed: Seed of every random choice.
+
+    Raises:
+        OptionError: If so many layers can't be skipped, or a value is out of range.
+    """
+
+    n_layers: int
+    n_skip: int
+    keep_prefix: int = 1
+    theta: int = 10
+    refine: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keep_prefix < 1:
+            raise OptionError(
+                f"keep-prefix must be at least 1 (the first layer is always kept), but got {self.keep_prefix}"
+            )
+        if self.theta < 1:
+            raise OptionError(f"theta must be at least 1, but got {self.theta}")
+        if not 0 <= self.refine <= 1:
+            raise OptionError(f"refine must be between 0 and 1, but got {self.refine:g}")
+        if not 1 <= self.n_skip <= len(self.units):
+            raise OptionError(
+                f"a mask that skips {self.n_skip} of {self.n_layers} layers is not possible: the last and the first "
+                f"{self.keep_prefix} are kept, so 1 to {len(self.units)} can be skipped"
+            )
+
+    @property
+    def units(self) -> range:
+        """Layers that may be skipped."""
+        return range(self.keep_prefix, self.n_layers - 1)
+
+    @property
+    def size(self) -> int:
+        """Number of different masks."""
+        return math.comb(len(self.units), self.n_skip)
+
+    def even(self) -> Mask:
+        """Skips spread evenly over the units."""
+        n = len(self.units)
+        return self.mask_of({self.units[int((i + 0.5) * n / self.n_skip)] for i in range(self.n_skip)})
+
+    def mask_of(self, skipped: set[int]) -> Mask:
+        """The mask that skips exactly these layers."""
+        return tuple(int(i not in skipped) for i in range(self.n_layers))
+
+    def random_masks(self, stream: str) -> Iterator[Mask]:
+        """All different masks but the even-spaced one, in an order that depends on seed and `stream` alone."""
+        rng = random.Random(f"{self.seed}:{stream}")
+        seen = {self.even()}
+        while len(seen) < self.size:
+            mask = self.mask_of(set(rng.sample(self.units, self.n_skip)))
+            if mask not in seen:
+                seen.add(mask)
+                yield mask
+
+    def kind(self, step: int) -> str:
+        """What step o proposes: ``even``, ``bayes``, ``refine`` or ``random``."""
+        if step == 0:
+            return "even"
+        if step % self.theta == 0:
+            return "bayes"
+        if step < self.theta:
+            return "random"  # nothing worth refining yet
+        # An exact share in every stretch, whatever the number of trials.
+        return "refine" if int((step + 1) * self.refine) > int(step * self.refine) else "random"
+
+
+class DimrSampler(BaseSampler):
+    """Optuna sampler of masks. Set `step` before every `study.ask`.
+
+    A mask is a point of ``[0, 1]^units``: the units with the largest values are skipped, so every point is a mask of the
+    right size and Optuna's own TPE can model the points. What is stored is the mask's canonical point (0.75 skipped, 0.25 kept).
+
+    Args:
+        space: The masks.
+        trials: Number of steps of the whole search; their random masks are reserved for them, so that no other
+            proposal takes one.
+    """
+
+    def __init__(self, space: SearchSpace, trials: int) -> None:
+        self.space = space
+        self.step = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._tpe = TPESampler(multivariate=True, seed=space.seed, n_startup_trials=1, constant_liar=True)
+        self._random = list(islice(space.random_masks("search"), trials))
+        self._reserved = {self._random[o] for o in range(len(self._random)) if space.kind(o) == "random"}
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """One dimension per unit, all sampled together."""
+        return {name_of(unit): FloatDistribution(0.0, 1.0) for unit in self.space.units}
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The canonical point of the mask for `step`."""
+        trials = study.get_trials(deepcopy=False)
+        known = {m for m in (mask_in(t) for t in trials if t.state != TrialState.FAIL) if m is not None}
+        return self.point(self._propose(study, trial, search_space, trials, known))
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Never needed: all dimensions are sampled together."""
+        raise OptionError(f"unexpected search dimension '{param_name}'; the study belongs to another search")
+
+    def point(self, mask: Mask) -> dict[str, float]:
+        """The canonical point of a mask."""
+        return {name_of(unit): 0.25 if mask[unit] else 0.75 for unit in self.space.units}
+
+    def mask(self, params: Mapping[str, float]) -> Mask:
+        """The mask of a point: the units with the largest values are skipped (ties go to the earlier layer)."""
+        order = sorted(self.space.units, key=lambda unit: (-params[name_of(unit)], unit))
+        return self.space.mask_of(set(order[: self.space.n_skip]))
+
+    def _propose(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        dimensions: dict[str, BaseDistribution],
+        trials: Sequence[FrozenTrial],
+        known: set[Mask],
+    ) -> Mask:
+        kind = self.space.kind(self.step)
+        rng = random.Random(f"{self.space.seed}:step:{self.step}:{len(known)}")
+        if kind == "even" and self.space.even() not in known:
+            return self.space.even()
+        if kind == "random" and self.step < len(self._random) and self._random[self.step] not in known:
+            return self._random[self.step]
+        done = [t for t in trials if t.state == TrialState.COMPLETE]
+        if not done:
+            return self._unseen(self.space.even(), known, rng)
+        if kind == "refine":
+            ranked = sorted(done, key=lambda t: (t.values[0], t.number))
+            best = mask_in(ranked[0])
+            return self._unseen(best or self.space.even(), known, rng)
+        proposal = self.mask(self._tpe.sample_relative(study, trial, dimensions) or self.point(self.space.even()))
+        return proposal if self._free(proposal, known) else self._unseen(proposal, known, rng)
+
+    def _free(self, mask: Mask, known: set[Mask]) -> bool:
+        return mask not in known and mask not in self._reserved and mask != self.space.even()
+
+    def _unseen(self, start: Mask, known: set[Mask], rng: random.Random) -> Mask:
+        """A free mask one swap from `start`; where all of those are taken, two swaps, and so on."""
+        kept = [u for u in self.space.units if start[u]]
+        skipped = [u for u in self.space.units if not start[u]]
+        swaps = [(s, k) for s in skipped for k in kept]
+        rng.shuffle(swaps)
+        for skip, keep in swaps:
+            mask = self.space.mask_of({*skipped, keep} - {skip})
+            if self._free(mask, known):
+                return mask
+        # The neighbourhood is used up (a small space): any mask that is left, reserved ones only where nothing else is.
+        every = [start, *self.space.random_masks("fallback")]
+        free = next((m for m in every if self._free(m, known)), None)
+        left = free or next((m for m in [self.space.even(), *every] if m not in known), None)
+        if left is None:
+            raise OptionError(f"all {self.space.size} masks of this size have been tried; ask for fewer trials")
+        return left
+
+
+def name_of(unit: int) -> str:
+    """Name of a unit's dimension in the study."""
+    return f"layer_{unit:03d}"
+
+
+def mask_in(trial: FrozenTrial) -> Mask | None:
+    """The mask a trial evaluated (or is evaluating), or None before it has said."""
+    text = trial.user_attrs.get(MASK_ATTR)
+    return None if text is None else tuple(int(c) for c in text)
+
+
+def mask_text(mask: Mask) -> str:
+    """A mask as a string of 0 and 1."""
+    return "".join(map(str, mask))

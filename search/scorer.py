@@ -1,0 +1,243 @@
+"""The objective: how far a slim verifier strays from the full one on text of the target's own.
+
+Masks are scored as the runtime runs them. Below a block's start the slim path reads the full path's keys, inside the block
+its own; one pass over the text per mask does that for all blocks at once, with both kinds of keys side by side and a mask
+that says which a position may see. What does not depend on the mask is computed once: the full path's keys, its hidden
+states before every layer (a mask's pass starts at its first skip), and q's log-probabilities.
+
+Memory besides the model, for N scored tokens, T tokens in all, L layers, width d, V words: hidden states ``L T d`` and
+keys of one cache in the model's dtype, q's rows ``N V`` in fp16, and per pass rows of at most `ROWS` positions in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from viasd.attention import Segment, Step
+from viasd.divergences import kl, stage_cost, total_variation
+from viasd.kv import SequenceKV
+from viasd.layered import LayeredModel
+from viasd.routes import Route
+from viasd.search.calibration import Passage
+
+#: Positions whose rows over the vocabulary exist in fp32 at one time.
+ROWS = 64
+_GROUP_TOKENS = 128  # scored tokens per group; a partial cost is reported after each
+
+
+@dataclass(frozen=True)
+class Score:
+    """Means over the scored tokens.
+
+    Attributes:
+        cost: R(q' || q) of the stage (`viasd.divergences.stage_cost`).
+        kl: KL(q' || q), nats.
+        tv: Total variation.
+        agreement: Share of positions with the same argmax.
+        tokens: Number of positions.
+        per_token: Cost of each position (for comparing masks pairwise).
+    """
+
+    cost: float
+    kl: float
+    tv: float
+    agreement: float
+    tokens: int
+    per_token: Tensor
+
+    @property
+    def accept_mass(self) -> float:
+        """Mean probability that q keeps a token drawn from q'."""
+        return 1 - self.tv
+
+
+class _BlockStep(Step):
+    """A pass over the scored positions of several passages, cut into blocks.
+
+    A position of a block that starts at s sees the full path's keys below s, and from s on the keys of this very pass.
+    """
+
+    def __init__(self, passages: Sequence[_Prepared], block: int, device: torch.device, kernel: str) -> None:
+        super().__init__([Segment(p.kv, 0, p.length) for p in passages], device, kernel)
+        self._passages = passages
+        self._block = block
+        self.positions = torch.cat([torch.arange(p.start, p.start + p.length, device=device) for p in passages])[None]
+        self._block_masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Own keys are put beside the full path's; nothing is written into the cache."""
+        views, offset = [], 0
+        for passage in self._passages:
+            rows = slice(offset, offset + passage.length)
+            full_keys, full_values = passage.kv.read(layer, passage.end)
+            views.append(
+                (
+                    torch.cat([full_keys, keys[None, :, rows]], dim=2),
+                    torch.cat([full_values, values[None, :, rows]], dim=2),
+                )
+            )
+            offset += passage.length
+        return views
+
+    def mask(self, index: int, window: int | None, groups: int, device: torch.device) -> Tensor:
+        """``[groups * n, end + n]``: full keys below the block's start, own keys inside the block, within the window."""
+        cached = self._block_masks.get((index, window, groups, device))
+        if cached is None:
+            passage = self._passages[index]
+            query = torch.arange(passage.start, passage.start + passage.length, device=device)[:, None]
+            block_start = passage.start + (query - passage.start) // self._block * self._block
+            full = torch.arange(passage.end, device=device)[None]
+            own = query.T
+            seen = torch.cat([full < block_start, (own >= block_start) & (own <= query)], dim=1)
+            if window is not None:
+                seen &= torch.cat([full, own], dim=1) > query - window
+            cached = seen.repeat(groups, 1)
+            self._block_masks[(index, window, groups, device)] = cached
+        return cached
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A passage after the full path has run over it.
+
+    Attributes:
+        kv: The full path's keys.
+        start: First position whose row is scored (it predicts the first scored token).
+        length: Scored positions.
+        end: Positions in the cache.
+        hidden: Hidden states ``[1, length, d]`` before each layer, at the scored positions.
+        tokens: All tokens of the passage but the last.
+    """
+
+    kv: SequenceKV
+    start: int
+    length: int
+    end: int
+    hidden: list[Tensor]
+    tokens: tuple[int, ...]
+
+
+class Scorer:
+    """Scores routes of one target on fixed text.
+
+    Args:
+        model: The target.
+        passages: Calibration text, each passage with at least two scored tokens.
+        block: Block length, gamma + 1.
+        alpha: See `stage_cost`.
+        beta: See `stage_cost`.
+        private_kv: Let the slim path read only its own keys, from the first token on (for comparison; the runtime
+            shares).
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        passages: Sequence[Passage],
+        *,
+        block: int = 6,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        private_kv: bool = False,
+    ) -> None:
+        self.model = model
+        self.block = block
+        self.alpha, self.beta = alpha, beta
+        self.private_kv = private_kv
+        self.layers_run = 0  # layer passes over a group, for the report on what reuse saves
+        self.layers_saved = 0
+        self._groups: list[list[_Prepared]] = []
+        self._rows: list[Tensor] = []
+        self._best: list[Tensor] = []
+        with torch.inference_mode():
+            for group in _grouped(passages):
+                prepared = [self._prepare(p) for p in group]
+                self._groups.append(prepared)
+                final = torch.cat([p.hidden[-1] for p in prepared], dim=1)
+                rows, best = [], []
+                for chunk in final.split(ROWS, dim=1):
+                    logits = model.readout(chunk)
+                    best.append(logits.argmax(dim=-1))
+                    rows.append(torch.log_softmax(logits, dim=-1).clamp_min(-60.0).half())
+                self._rows.append(torch.cat(rows))
+                self._best.append(torch.cat(best))
+
+    @property
+    def tokens(self) -> int:
+        """Scored positions."""
+        return sum(len(b) for b in self._best)
+
+    def score(self, route: Route, report: Callable[[int, float], None] = lambda step, cost: None) -> Score:
+        """Scores one route. The same route gives the same score, bit for bit, whatever was scored before.
+
+        Args:
+            route: Layers the slim path runs.
+            report: Receives the group's number and the mean cost so far after every group; may raise to stop early.
+        """
+        costs: list[Tensor] = []
+        sums = torch.zeros(3, dtype=torch.float64)
+        with torch.inference_mode():
+            for number, group in enumerate(self._groups):
+                final = self._run(group, route)
+                at = 0
+                for chunk in final.split(ROWS, dim=1):
+                    n = chunk.shape[1]
+                    logits = self.model.readout(chunk)
+                    p = torch.log_softmax(logits, dim=-1)
+                    q = self._rows[number][at : at + n].float()
+                    costs.append(stage_cost(p, q, self.alpha, self.beta).double().cpu())
+                    same = (logits.argmax(dim=-1) == self._best[number][at : at + n]).double()
+                    sums += torch.stack(
+                        [kl(p, q).double().sum(), total_variation(p, q).double().sum(), same.sum()]
+                    ).cpu()
+                    at += n
+                report(number, float(torch.cat(costs).mean()))
+        per_token = torch.cat(costs)
+        mean = (sums / len(per_token)).tolist()
+        return Score(float(per_token.mean()), mean[0], mean[1], mean[2], len(per_token), per_token)
+
+    def _prepare(self, passage: Passage) -> _Prepared:
+        model, tokens = self.model, passage.tokens[:-1]
+        kv = model.new_kv()
+        step = model.step([Segment(kv, 0, len(tokens))])
+        final, captured = model.run(model.embed(tokens), range(model.n_layers), step, capture=range(model.n_layers + 1))
+        start = 0 if self.private_kv else passage.first - 1
+        hidden = [captured[i][:, start:].clone() for i in range(model.n_layers)]
+        hidden.append(final[:, passage.first - 1 :].clone())
+        return _Prepared(kv, passage.first - 1, passage.scored, len(tokens), hidden, tokens)
+
+    def _run(self, group: Sequence[_Prepared], route: Route) -> Tensor:
+        """Hidden states ``[1, N, d]`` after the route's last layer, at the scored positions of a group."""
+        first = route.first_gap
+        if first == self.model.n_layers:
+            return torch.cat([p.hidden[-1] for p in group], dim=1)
+        layers = [i for i in route.layers if i >= first]
+        self.layers_run += len(layers)
+        self.layers_saved += len(route.layers) - len(layers)
+        if self.private_kv:
+            return torch.cat([self._run_private(p, layers, first) for p in group], dim=1)
+        hidden = torch.cat([p.hidden[first] for p in group], dim=1)
+        step = _BlockStep(group, self.block, self.model.device, self.model.kernel)
+        return self.model.run(hidden, layers, step)[0]
+
+    def _run_private(self, passage: _Prepared, layers: Sequence[int], first: int) -> Tensor:
+        kv = self.model.new_kv()
+        step = self.model.step([Segment(kv, 0, passage.end)])
+        final, _ = self.model.run(passage.hidden[first], layers, step)
+        return final[:, passage.start :]
+
+
+def _grouped(passages: Sequence[Passage]) -> list[list[Passage]]:
+    groups: list[list[Passage]] = [[]]
+    size = 0
+    for passage in passages:
+        if size and size + passage.scored > _GROUP_TOKENS:
+            groups.append([])
+            size = 0
+        groups[-1].append(passage)
+        size += passage.scored
+    return groups

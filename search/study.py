@@ -1,0 +1,264 @@
+"""The study: exactly N distinct masks, by any number of workers, across crashes, in any Optuna storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.pruners import MedianPruner
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from viasd.errors import OptionError
+from viasd.files import make_folder
+from viasd.routes import Route
+from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text, name_of
+from viasd.search.scorer import Score, Scorer
+
+_SLOT = "step"
+_WORKER = "worker"
+_SETUP = "setup"
+# A worker of another machine can't be asked whether it lives: its trial is given up after this long.
+_SILENT_SECONDS = 3600.0
+_UNCLAIMED_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+_FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Told after every mask.
+
+    Attributes:
+        done: Masks evaluated so far, by all workers.
+        trials: Masks wanted.
+        cost: This mask's cost, or None where it was pruned.
+        best: Best mask so far.
+        best_cost: Its cost.
+        baseline: Cost of the even-spaced mask.
+    """
+
+    done: int
+    trials: int
+    cost: float | None
+    best: Mask
+    best_cost: float
+    baseline: float | None
+
+
+def open_storage(url: str) -> BaseStorage | str:
+    """An Optuna storage: ``journal:///path/file.log`` for a journal file, else any URL that Optuna knows.
+
+    Raises:
+        OptionError: If it can't be opened.
+    """
+    try:
+        if url.startswith("journal://"):
+            path = Path(url.removeprefix("journal://"))
+            if path.parent != Path():
+                make_folder(path.parent, OptionError)
+            return JournalStorage(JournalFileBackend(str(path)))
+        return optuna.storages.get_storage(url)
+    except OptionError:
+        raise
+    except Exception as error:  # drivers raise their own kinds
+        reason = " ".join(str(error).split())[:200]
+        raise OptionError(
+            f"can't open storage '{url}' ({type(error).__name__}: {reason}); expected journal:///path/file.log or a URL "
+            "such as sqlite:///file.db or postgresql://user@host/database"
+        ) from error
+
+
+def open_study(storage: BaseStorage | str, name: str, setup: dict[str, Any], sampler: DimrSampler) -> optuna.Study:
+    """Opens or makes a study, and makes sure that it is the same search.
+
+    Args:
+        storage: See `open_storage`.
+        name: Name of the study.
+        setup: Everything that decides what a mask's cost is; JSON-able.
+        sampler: Proposes masks.
+
+    Raises:
+        OptionError: If the study was made for something else, naming what differs.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner = MedianPruner(n_startup_trials=sampler.space.theta, n_warmup_steps=0)
+    study = optuna.create_study(
+        storage=storage, study_name=name, sampler=sampler, pruner=pruner, direction="minimize", load_if_exists=True
+    )
+    text = json.dumps(setup, sort_keys=True)
+    stored = study.user_attrs.get(_SETUP)
+    if stored is None:
+        study.set_user_attr(_SETUP, text)
+        return study
+    if stored != text:
+        before = json.loads(stored)
+        key = next(k for k in sorted({*setup, *before}) if setup.get(k) != before.get(k))
+        raise OptionError(
+            f"study '{name}' was made with {key} = {before.get(key)!r}, but now it is {setup.get(key)!r}; "
+            "use another --study name or the same settings"
+        )
+    return study
+
+
+class Search:
+    """One worker of a search. Several may run on one study.
+
+    Args:
+        study: See `open_study`.
+        sampler: The study's sampler.
+        scorer: Scores on the searching half.
+        trials: Masks to evaluate in all.
+        tell: Receives a `Progress` after every mask.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        sampler: DimrSampler,
+        scorer: Scorer,
+        trials: int,
+        tell: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        self.study = study
+        self.sampler = sampler
+        self.scorer = scorer
+        self.trials = min(trials, sampler.space.size)
+        self.tell = tell
+        self.proposal_seconds = 0.0
+        self.scoring_seconds = 0.0
+        self._worker = f"{socket.gethostname()}:{os.getpid()}"
+
+    def run(self) -> None:
+        """Works until every step has been evaluated, by this or another worker."""
+        while True:
+            step = self._free_step()
+            if step is None:
+                return
+            if step < 0:
+                time.sleep(_POLL_SECONDS)  # others are at the last ones; if one dies, its step comes free
+                continue
+            self._evaluate(step)
+
+    def finished(self) -> list[FrozenTrial]:
+        """Trials whose mask has been evaluated, pruned ones included."""
+        return [t for t in self.study.get_trials(deepcopy=False) if t.state in _FINISHED]
+
+    def best(self) -> tuple[Mask, float] | None:
+        """Best mask so far and its cost, or None."""
+        done = [t for t in self.study.get_trials(deepcopy=False) if t.state == TrialState.COMPLETE]
+        if not done:
+            return None
+        trial = min(done, key=lambda t: (t.values[0], t.user_attrs.get("kl", 0.0), t.number))
+        mask = mask_in(trial)
+        assert mask is not None
+        return mask, float(trial.values[0])
+
+    def _free_step(self) -> int | None:
+        """A step nobody has taken; -1 while others are busy with the last ones; None when all are done."""
+        taken: set[int] = set()
+        busy = False
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.state in _FINISHED:
+                taken.add(trial.user_attrs[_SLOT])
+            elif trial.state == TrialState.RUNNING:
+                if self._alive(trial):
+                    busy = True
+                    if _SLOT in trial.user_attrs:
+                        taken.add(trial.user_attrs[_SLOT])
+                else:
+                    self._fail(trial.number)
+        free = next((s for s in range(self.trials) if s not in taken), None)
+        return free if free is not None else (-1 if busy else None)
+
+    def _evaluate(self, step: int) -> None:
+        started = time.perf_counter()
+        self.sampler.step = step
+        trial = self.study.ask()
+        names = (name_of(unit) for unit in self.sampler.space.units)
+        mask = self.sampler.mask({name: trial.suggest_float(name, 0.0, 1.0) for name in names})
+        trial.set_user_attr(_WORKER, self._worker)
+        trial.set_user_attr(MASK_ATTR, mask_text(mask))
+        trial.set_user_attr(_SLOT, step)
+        if self._contested(trial.number, step, mask):
+            self._fail(trial.number)
+            return
+        self.proposal_seconds += time.perf_counter() - started
+        started = time.perf_counter()
+        try:
+            score = self._score(trial, mask)
+        except optuna.TrialPruned:
+            self.study.tell(trial, state=TrialState.PRUNED)
+            score = None
+        except BaseException:
+            self._fail(trial.number)
+            raise
+        else:
+            for name in ("kl", "tv", "agreement"):
+                trial.set_user_attr(name, getattr(score, name))
+            self.study.tell(trial, score.cost)
+        self.scoring_seconds += time.perf_counter() - started
+        self._report(score)
+
+    def _score(self, trial: optuna.Trial, mask: Mask) -> Score:
+        def partial(group: int, cost: float) -> None:
+            trial.report(cost, group)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+
+        return self.scorer.score(Route.of(mask), partial)
+
+    def _contested(self, number: int, step: int, mask: Mask) -> bool:
+        """Whether an earlier trial has this step or this mask: of two workers at the same moment, the later one yields."""
+        text = mask_text(mask)
+        for other in self.study.get_trials(deepcopy=False):
+            if other.number == number or other.state == TrialState.FAIL:
+                continue
+            same = other.user_attrs.get(_SLOT) == step or other.user_attrs.get(MASK_ATTR) == text
+            if same and (other.state in _FINISHED or other.number < number):
+                return True
+        return False
+
+    def _alive(self, trial: FrozenTrial) -> bool:
+        """Whether the worker of a running trial still lives, as far as can be told from here."""
+        age = time.time() - trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+        worker = trial.user_attrs.get(_WORKER)
+        if worker is None:
+            return age < _UNCLAIMED_SECONDS  # killed between asking and saying who it is
+        host, _, pid = worker.rpartition(":")
+        if worker == self._worker:
+            return False  # this worker evaluates one mask at a time: an older one of its own is dead
+        if host != socket.gethostname():
+            return age < _SILENT_SECONDS
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    def _fail(self, number: int) -> None:
+        # Two workers may bury the same trial; Optuna refuses the second, which is fine.
+        self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+
+    def _report(self, score: Score | None) -> None:
+        best = self.best()
+        if best is None:
+            return
+        trials = self.study.get_trials(deepcopy=False)
+        even = mask_text(self.sampler.space.even())
+        baseline = next(
+            (t.values[0] for t in trials if t.state == TrialState.COMPLETE and t.user_attrs.get(MASK_ATTR) == even),
+            None,
+        )
+        done = sum(t.state in _FINISHED for t in trials)
+        self.tell(Progress(done, self.trials, None if score is None else score.cost, *best, baseline))
