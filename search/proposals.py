@@ -109,7 +109,8 @@ class DimrSampler(BaseSampler):
     """Optuna sampler of masks. Set `step` before every `study.ask`.
 
     A mask is a point of ``[0, 1]^units``: the units with the largest values are skipped, so every point is a mask of the
-    right size and Optuna's own TPE can model the points. What is stored is the mask's canonical point (0.75 skipped, 0.25 kept).
+    right size and Optuna's own TPE can model the points. What is stored is the mask's canonical point (0.75 skipped, 0.25
+    kept).
 
     Args:
         space: The masks.
