@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from viasd.errors import OptionError
+from viasd.mask import LayerMask, resolve_mask
+from viasd.pair import Pair, Prompt
 from viasd.runtime.config import DecodingConfig, GenerationConfig
 from viasd.runtime.guard import Guard
 from viasd.runtime.result import Result
 from viasd.runtime.session import Event, Session, check_prompt_kind
-
-from viasd.errors import OptionError
-from viasd.mask import LayerMask, resolve_mask
-from viasd.pair import Pair, Prompt
 from viasd.sampling import SamplingConfig
 
 _SAMPLING = {f.name for f in fields(SamplingConfig)}

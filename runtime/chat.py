@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import viasd
+from viasd.errors import ContextLengthError, OptionError, ViasdError
+from viasd.files import cache_folder, make_folder, write_atomically
+from viasd.mask import LayerMask, resolve_mask
+from viasd.pair import Pair, Prompt
 from viasd.runtime.api import make_config
 from viasd.runtime.config import MODES, plan
 from viasd.runtime.display import Screen, counts, play, shares
@@ -18,12 +23,6 @@ from viasd.runtime.metrics import Counters
 from viasd.runtime.options import DEFINITIONS, check_mask_use
 from viasd.runtime.prompting import start
 from viasd.runtime.result import Result
-
-import viasd
-from viasd.errors import ContextLengthError, OptionError, ViasdError
-from viasd.files import cache_folder, make_folder, write_atomically
-from viasd.mask import LayerMask, resolve_mask
-from viasd.pair import Pair, Prompt
 
 try:
     import readline

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from viasd.runtime.metrics import Counters
-from viasd.runtime.result import Result
-from viasd.runtime.target import TieredTarget
 
 from viasd.errors import OptionError
 from viasd.pair import Pair
+from viasd.runtime.metrics import Counters
+from viasd.runtime.result import Result
+from viasd.runtime.target import TieredTarget
 from viasd.sampling import Sampler, SamplingConfig
 
 # A pass over several tokens sums in another order than one over a single token. Differences of this many units of the

@@ -11,16 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from viasd.errors import OptionError, ViasdError
+from viasd.pairs import DEFAULT_PAIR, list_pairs, parse_pair
 from viasd.runtime.display import Screen, clean, play, show_pairs
 from viasd.runtime.options import PAPER_MEANS, PROG, options_from_args, parse_args
 
-from viasd.errors import OptionError, ViasdError
-from viasd.pairs import DEFAULT_PAIR, list_pairs, parse_pair
-
 if TYPE_CHECKING:
-    from viasd.runtime.config import GenerationConfig
-
     from viasd.pair import Pair
+    from viasd.runtime.config import GenerationConfig
 
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -101,10 +99,9 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
 
 def _make_config(args: argparse.Namespace) -> GenerationConfig:
     """The configuration, and every complaint about it that needs no model."""
+    from viasd.mask import LayerMask, shipped_mask
     from viasd.runtime.api import make_config
     from viasd.runtime.config import plan
-
-    from viasd.mask import LayerMask, shipped_mask
 
     config = make_config(options_from_args(args))
     spec = args.mask or "auto"
@@ -156,9 +153,8 @@ def _load(args: argparse.Namespace, screen: Screen) -> Pair:
 
 def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Namespace, screen: Screen) -> int:
     """One-shot mode."""
-    from viasd.runtime.prompting import start, wants_chat
-
     from viasd.mask import resolve_mask
+    from viasd.runtime.prompting import start, wants_chat
 
     mask = resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name)
     if wants_chat(pair, args.chat, args.system, base=bool(args.base)):
@@ -189,10 +185,9 @@ def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Na
 
 def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
     """Interactive mode."""
+    from viasd.mask import resolve_mask
     from viasd.runtime.chat import Chat, history
     from viasd.runtime.prompting import wants_chat
-
-    from viasd.mask import resolve_mask
 
     chat = Chat(
         pair,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from viasd.runtime.gates import THETA_ACC, THETA_ESC, Thresholds
-
 from viasd.errors import OptionError
+from viasd.runtime.gates import THETA_ACC, THETA_ESC, Thresholds
 from viasd.sampling import Processor, SamplingConfig
 
 STRATEGIES = ("auto", "plain", "sd", "cascade")

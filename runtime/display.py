@@ -18,11 +18,10 @@ from rich.text import Text
 from viasd.pairs import DEFAULT_PAIR, PairSpec
 
 if TYPE_CHECKING:
+    from viasd.mask import LayerMask
     from viasd.runtime.api import Stream
     from viasd.runtime.metrics import Counters
     from viasd.runtime.result import Result
-
-    from viasd.mask import LayerMask
 
 STYLES = {"drafter": "green", "slim": "yellow", "full": "cyan"}
 _NAMES = {"drafter": "drafter", "slim": "slim verifier", "full": "full verifier"}

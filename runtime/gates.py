@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from viasd.runtime.drafters.base import Draft
 
 from viasd.errors import OptionError
+from viasd.runtime.drafters.base import Draft
 
 # Paper thresholds (arXiv 2606.12243): theta_acc = 1 - min(alpha), theta_esc = 1 - max(alpha) with alpha = (0.5, 0.3).
 THETA_ACC = 0.7

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from viasd.runtime.drafters.base import Draft
-from viasd.runtime.gates import Decision, RatioGate, Thresholds
 
 from viasd.errors import OptionError
 from viasd.estimator import Array, EstimatorConfig, LogisticEstimator, logit_of_max
+from viasd.runtime.drafters.base import Draft
+from viasd.runtime.gates import Decision, RatioGate, Thresholds
 
 FEATURES = ("log_r", "logit_max_slim", "logit_p", "is_argmax", "entropy_slim", "entropy_p", "kl_p_slim", "rewritten")
 # Slopes at the start: only that a token q' likes better, and likes for sure, is likelier to be right.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jinja2.exceptions import TemplateError
-from viasd.runtime.api import Stream, stream
-from viasd.runtime.config import GenerationConfig
-from viasd.runtime.guard import Guard
 
 from viasd.errors import OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
+from viasd.runtime.api import Stream, stream
+from viasd.runtime.config import GenerationConfig
+from viasd.runtime.guard import Guard
 
 
 def wants_chat(pair: Pair, chat: bool | None, system: str | None, *, base: bool) -> bool:

@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+
+from viasd.draws import Draws, SeededDraws
+from viasd.errors import OptionError
+from viasd.mask import LayerMask
+from viasd.pair import Pair
 from viasd.runtime.config import GenerationConfig, Plan, thresholds_of
 from viasd.runtime.config import plan as settle_plan
 from viasd.runtime.drafters import Drafter, LookupDrafter, ModelDrafter, SelfDrafter
@@ -28,11 +33,6 @@ from viasd.runtime.strategies import (
 from viasd.runtime.target import Target, TieredTarget
 from viasd.runtime.textstream import TextStream
 from viasd.runtime.tiers import measure_tiers
-
-from viasd.draws import Draws, SeededDraws
-from viasd.errors import OptionError
-from viasd.mask import LayerMask
-from viasd.pair import Pair
 from viasd.sampling import Sampler
 
 DEFAULT_AUDIT = 0.05

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from viasd.runtime.metrics import Counters
 
 from viasd.attention import Segment
 from viasd.errors import OptionError
 from viasd.layered import LayeredModel
 from viasd.routes import Route
+from viasd.runtime.metrics import Counters
 
 # A prompt is run in pieces of this many tokens, so that activations stay small however long it is.
 _PREFILL_CHUNK = 1024
@@ -97,7 +97,7 @@ class TieredTarget:
             step = self.model.step([Segment(kv, start, len(tokens) - start)])
             self.counters.slim_tokens_fed += len(tokens) - start
             hidden, captured = self.model.run(
-                self.model.embed(tokens[start:]), self.route.layers, step, capture=(resumed,)
+                self.model.embed(tokens[start:]), self.route.layers, step, capture=(resumed,), parts=self.route.parts
             )
             kv.boundary = _joined(kv.boundary, captured[resumed])
             kv.slim_len = len(tokens)

@@ -9,11 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from viasd.runtime.config import DecodingConfig, thresholds_of
-from viasd.runtime.drafters import LookupDrafter
-from viasd.runtime.gates import Decision
-from viasd.runtime.metrics import Counters
-from viasd.runtime.target import TieredTarget
 
 from viasd.divergences import (
     accept_mass,
@@ -25,6 +20,11 @@ from viasd.divergences import (
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.routes import Route
+from viasd.runtime.config import DecodingConfig, thresholds_of
+from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.gates import Decision
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import TieredTarget
 
 # Short texts whose continuations the target writes itself; the second invites repetition, so that lookup has a say.
 _PROMPTS = (
@@ -77,7 +77,7 @@ def measure_tiers(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str
     The target writes a little text of its own; rows of drafter and slim verifier are compared with its rows there, as the
     runtime would see them (the slim path reads the full path's keys below each block). Times are medians on this machine.
     """
-    key = (mask.keep, config.gamma, mode, config.thresholds, config.self_skip)
+    key = (mask.keep, mask.partial, config.gamma, mode, config.thresholds, config.self_skip)
     if key not in pair.measured:
         with torch.inference_mode():
             pair.measured[key] = _measure(pair, mask, config, mode)

@@ -20,8 +20,9 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from viasd.errors import OptionError
+from viasd.routes import ATTENTION, MLP, Route
 
-Mask = tuple[int, ...]  # one entry a unit (layer): 1 keeps, 0 skips
+Mask = tuple[int, ...]  # one entry a layer, or two (attention, MLP) where halves are searched: 1 keeps, 0 skips
 
 MASK_ATTR = "mask"
 
@@ -32,11 +33,12 @@ class SearchSpace:
 
     Attributes:
         n_layers: Layers of the target.
-        n_skip: Layers every mask skips.
+        n_skip: Units every mask skips: layers, or halves of layers.
         keep_prefix: Layers kept at the beginning, at least 1.
         theta: Every theta-th proposal is Bayesian.
         refine: Share of the other proposals that are one swap away from the best mask so far.
         seed: Seed of every random choice.
+        sublayers: Whether attention and MLP of a layer are units of their own.
 
     Raises:
         OptionError: If so many layers can't be skipped, or a value is out of range.
@@ -48,6 +50,7 @@ class SearchSpace:
     theta: int = 10
     refine: float = 0.5
     seed: int = 0
+    sublayers: bool = False
 
     def __post_init__(self) -> None:
         if self.keep_prefix < 1:
@@ -66,8 +69,22 @@ class SearchSpace:
 
     @property
     def units(self) -> range:
-        """Layers that may be skipped."""
-        return range(self.keep_prefix, self.n_layers - 1)
+        """Units that may be skipped: layers, or halves (``2 l`` attention, ``2 l + 1`` MLP)."""
+        scale = 2 if self.sublayers else 1
+        return range(scale * self.keep_prefix, scale * (self.n_layers - 1))
+
+    @property
+    def n_units(self) -> int:
+        """Length of a mask."""
+        return self.n_layers * (2 if self.sublayers else 1)
+
+    def route(self, mask: Mask) -> Route:
+        """The route that a mask describes."""
+        if not self.sublayers:
+            return Route.of(mask)
+        halves = list(zip(mask[::2], mask[1::2], strict=True))
+        partial = tuple((i, ATTENTION if a else MLP) for i, (a, m) in enumerate(halves) if a != m)
+        return Route(tuple(bool(a and m) for a, m in halves), partial)
 
     @property
     def size(self) -> int:
@@ -80,8 +97,8 @@ class SearchSpace:
         return self.mask_of({self.units[int((i + 0.5) * n / self.n_skip)] for i in range(self.n_skip)})
 
     def mask_of(self, skipped: set[int]) -> Mask:
-        """The mask that skips exactly these layers."""
-        return tuple(int(i not in skipped) for i in range(self.n_layers))
+        """The mask that skips exactly these units."""
+        return tuple(int(i not in skipped) for i in range(self.n_units))
 
     def random_masks(self, stream: str) -> Iterator[Mask]:
         """All different masks but the even-spaced one, in an order that depends on seed and `stream` alone."""
@@ -202,7 +219,7 @@ class DimrSampler(BaseSampler):
 
 def name_of(unit: int) -> str:
     """Name of a unit's dimension in the study."""
-    return f"layer_{unit:03d}"
+    return f"unit_{unit:03d}"
 
 
 def mask_in(trial: FrozenTrial) -> Mask | None:

@@ -219,15 +219,15 @@ class Scorer:
         self.layers_run += len(layers)
         self.layers_saved += len(route.layers) - len(layers)
         if self.private_kv:
-            return torch.cat([self._run_private(p, layers, first) for p in group], dim=1)
+            return torch.cat([self._run_private(p, layers, first, route) for p in group], dim=1)
         hidden = torch.cat([p.hidden[first] for p in group], dim=1)
         step = _BlockStep(group, self.block, self.model.device, self.model.kernel)
-        return self.model.run(hidden, layers, step)[0]
+        return self.model.run(hidden, layers, step, parts=route.parts)[0]
 
-    def _run_private(self, passage: _Prepared, layers: Sequence[int], first: int) -> Tensor:
+    def _run_private(self, passage: _Prepared, layers: Sequence[int], first: int, route: Route) -> Tensor:
         kv = self.model.new_kv()
         step = self.model.step([Segment(kv, 0, passage.end)])
-        final, _ = self.model.run(passage.hidden[first], layers, step)
+        final, _ = self.model.run(passage.hidden[first], layers, step, parts=route.parts)
         return final[:, passage.start :]
 
 

@@ -19,7 +19,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from viasd.errors import OptionError
 from viasd.files import make_folder
-from viasd.routes import Route
 from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text, name_of
 from viasd.search.scorer import Score, Scorer
 
@@ -194,7 +193,7 @@ class Search:
         self.proposal_seconds += time.perf_counter() - started
         started = time.perf_counter()
         try:
-            score = self._score(trial, mask)
+            score: Score | None = self._score(trial, mask)
         except optuna.TrialPruned:
             self.study.tell(trial, state=TrialState.PRUNED)
             score = None
@@ -202,6 +201,7 @@ class Search:
             self._fail(trial.number)
             raise
         else:
+            assert score is not None
             for name in ("kl", "tv", "agreement"):
                 trial.set_user_attr(name, getattr(score, name))
             self.study.tell(trial, score.cost)
@@ -214,7 +214,7 @@ class Search:
             if trial.should_prune():
                 raise optuna.TrialPruned
 
-        return self.scorer.score(Route.of(mask), partial)
+        return self.scorer.score(self.sampler.space.route(mask), partial)
 
     def _contested(self, number: int, step: int, mask: Mask) -> bool:
         """Whether an earlier trial has this step or this mask: of two workers at the same moment, the later one yields."""

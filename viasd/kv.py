@@ -57,7 +57,8 @@ class SequenceKV:
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Views ``[1, H_kv, end, D]`` of the keys and values of positions below `end`, which must have been written."""
         keys, values = self._keys[layer], self._values[layer]
-        assert keys is not None and values is not None, f"layer {layer} has not been written"
+        assert keys is not None
+        assert values is not None
         return keys[:, :, :end], values[:, :, :end]
 
     @staticmethod

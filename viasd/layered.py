@@ -8,7 +8,7 @@ embeddings) is read from the modules once, and `viasd.probe` checks the result a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,6 +90,11 @@ class LayeredModel:
             limit = min(limit, int(rope.get("original_max_position_embeddings", limit)))
         return limit
 
+    @property
+    def runs_parts(self) -> bool:
+        """Whether attention and MLP of a layer can be run separately (every layer is of a family written out)."""
+        return all(lean is not None for lean in self._lean)
+
     def new_kv(self) -> SequenceKV:
         """An empty cache for one sequence."""
         return SequenceKV(self.n_layers)
@@ -105,7 +110,12 @@ class LayeredModel:
         return hidden if self.embed_scale is None else hidden * self.embed_scale
 
     def run(
-        self, hidden: Tensor, layers: Iterable[int], step: Step, capture: Iterable[int] = ()
+        self,
+        hidden: Tensor,
+        layers: Iterable[int],
+        step: Step,
+        capture: Iterable[int] = (),
+        parts: Mapping[int, str] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Runs hidden states through the named layers, in the order given.
 
@@ -114,6 +124,7 @@ class LayeredModel:
             layers: Indices of the layers to run. Layers left out are skipped: the hidden state passes them unchanged.
             step: Says which positions of which sequences these tokens are; their keys and values are stored there.
             capture: Layer indices whose *input* is wanted; ``n_layers`` names the state after the last layer.
+            parts: Layers of which only ``attention`` or ``mlp`` runs (see `runs_parts`).
 
         Returns:
             The hidden states ``[1, N, d]`` after the last layer run, and the captured inputs by layer index.
@@ -130,8 +141,13 @@ class LayeredModel:
                     embeddings[kind] = self._rotary(hidden, step, kind)
                 lean = self._lean[index]
                 if lean is not None:
-                    hidden = lean(hidden, embeddings[kind], step)
+                    hidden = lean(hidden, embeddings[kind], step, parts.get(index) if parts else None)
                     continue
+                if parts and index in parts:
+                    raise UnsupportedModelError(
+                        f"{self.name}: attention and MLP of a layer can't be skipped separately in this model; "
+                        "use a mask of whole layers"
+                    )
                 out = self.layers[index](
                     hidden,
                     attention_mask=None,

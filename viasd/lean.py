@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
 from viasd.attention import Step, attend
+from viasd.routes import ATTENTION, MLP
 
 # Class names of decoder layers whose forward is written out below. Exact: a subclass may do something else.
 _KNOWN = {
@@ -55,12 +56,26 @@ class LeanLayer:
         self._query_norm = _Norm(attn.q_norm) if getattr(attn, "q_norm", None) is not None else None
         self._key_norm = _Norm(attn.k_norm) if getattr(attn, "k_norm", None) is not None else None
 
-    def __call__(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], step: Step) -> Tensor:
-        """Runs the layer; its keys and values are stored where `step` says."""
+    def __call__(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], step: Step, part: str | None = None) -> Tensor:
+        """Runs the layer, or one half of it; its keys and values are stored where `step` says.
+
+        Args:
+            hidden: ``[1, N, d]``.
+            rotary: cos and sin, each ``[1, N, D]``.
+            step: The pass.
+            part: ``attention`` or ``mlp`` for that half alone, None for both.
+        """
+        if part != MLP:
+            hidden = self._with_attention(hidden, rotary, step)
+        return hidden if part == ATTENTION else self._with_mlp(hidden)
+
+    def _with_attention(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], step: Step) -> Tensor:
         out = self._attention(self._before_attention(hidden), rotary, step)
         if self._after_attention is not None:
             out = self._after_attention(out)
-        hidden = hidden + out
+        return hidden + out
+
+    def _with_mlp(self, hidden: Tensor) -> Tensor:
         mlp = self._mlp
         rows = self._before_mlp(hidden)
         out = product(mlp.act_fn(product(rows, mlp.gate_proj)) * product(rows, mlp.up_proj), mlp.down_proj)

@@ -15,7 +15,7 @@ import torch
 from viasd.errors import MaskError
 from viasd.files import write_atomically
 from viasd.layered import LayeredModel
-from viasd.routes import Route
+from viasd.routes import ATTENTION, MLP, PARTS, Route
 
 SCHEMA_VERSION = 1
 
@@ -70,6 +70,7 @@ class LayerMask:
         name: Where it came from, for people: a file, ``even:0.45``, a study.
         pair: Pair it was searched for, or None.
         target: Identity of the target it belongs to, or None for a mask made on the spot.
+        partial: Layers of which only one half runs, as (index, ``attention`` or ``mlp``); their `keep` is False.
         details: Everything else the file carries (cost, seed, versions, guard coefficients ...), untouched.
     """
 
@@ -78,6 +79,7 @@ class LayerMask:
     pair: str | None = None
     target: ModelIdentity | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    partial: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.keep) < 2:
@@ -109,7 +111,7 @@ class LayerMask:
     @property
     def route(self) -> Route:
         """The route this mask describes."""
-        return Route(self.keep)
+        return Route(self.keep, self.partial)
 
     @property
     def skip_ratio(self) -> float:
@@ -129,6 +131,11 @@ class LayerMask:
             raise MaskError(
                 f"mask '{self.name}' has {len(self.keep)} layers, but {model_id} has {model.n_layers}; "
                 "use a mask made for this target, or --mask even:0.45"
+            )
+        if self.partial and not model.runs_parts:
+            raise MaskError(
+                f"mask '{self.name}' skips attention and MLP separately, which {model.name} can't do; "
+                "use a mask of whole layers"
             )
         if self.target is None:
             return None
@@ -154,9 +161,14 @@ class LayerMask:
             "target": None if self.target is None else asdict(self.target),
             "layers": len(self.keep),
             "keep": [int(k) for k in self.keep],
+            **({"sublayers": self._sublayers()} if self.partial else {}),
             "skip_ratio": round(self.skip_ratio, 6),
             **self.details,
         }
+
+    def _sublayers(self) -> dict[str, list[int]]:
+        parts = dict(self.partial)
+        return {half: [int(k or parts.get(i) == half) for i, k in enumerate(self.keep)] for half in PARTS}
 
     @classmethod
     def from_json(cls, data: Any, name: str) -> LayerMask:
@@ -177,16 +189,15 @@ class LayerMask:
             raise MaskError(f"mask '{name}': 'keep' must be a list of 0 and 1, one a layer")
         if data.get("layers") != len(keep):
             raise MaskError(f"mask '{name}': 'layers' says {data.get('layers')!r}, but 'keep' has {len(keep)} entries")
-        if data.get("sublayers"):
-            raise MaskError(f"mask '{name}' skips attention and MLP separately, which this version can't run")
+        partial = _partial(data.get("sublayers"), keep, name)
         target = data.get("target")
         try:
             identity = None if target is None else ModelIdentity(**target)
         except TypeError as error:
             raise MaskError(f"mask '{name}': 'target' must have id, config and weights, but got {target!r}") from error
-        known = {"schema", "name", "pair", "target", "layers", "keep", "skip_ratio"}
+        known = {"schema", "name", "pair", "target", "layers", "keep", "sublayers", "skip_ratio"}
         details = {k: v for k, v in data.items() if k not in known}
-        return cls(tuple(bool(k) for k in keep), data.get("name") or name, data.get("pair"), identity, details)
+        return cls(tuple(bool(k) for k in keep), data.get("name") or name, data.get("pair"), identity, details, partial)
 
     def save(self, path: str | Path) -> None:
         """Writes the mask as JSON, to a temporary name first."""
@@ -206,6 +217,21 @@ class LayerMask:
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise MaskError(f"mask file '{path}' is not JSON: {error}") from error
         return cls.from_json(data, str(path))
+
+
+def _partial(sublayers: Any, keep: list[int], name: str) -> tuple[tuple[int, str], ...]:
+    """Layers that run in part, from the file's two lists (a layer is kept where both halves are)."""
+    if not sublayers:
+        return ()
+    lists: list[Any] = [sublayers.get(half) for half in PARTS] if isinstance(sublayers, dict) else [None]
+    if any(
+        not isinstance(flags, list) or len(flags) != len(keep) or any(f not in (0, 1) for f in flags) for flags in lists
+    ):
+        raise MaskError(f"mask '{name}': 'sublayers' must have 'attention' and 'mlp', each a 0 or 1 for every layer")
+    attention, mlp = lists
+    if [a & b for a, b in zip(attention, mlp, strict=True)] != keep:
+        raise MaskError(f"mask '{name}': 'keep' must be 1 exactly where attention and mlp both are")
+    return tuple((i, ATTENTION if a else MLP) for i, (a, b) in enumerate(zip(attention, mlp, strict=True)) if a != b)
 
 
 def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+
+ATTENTION = "attention"
+MLP = "mlp"
+PARTS = (ATTENTION, MLP)
 
 
 @dataclass(frozen=True)
@@ -11,10 +16,12 @@ class Route:
     """Kept layers of a target, in order.
 
     Attributes:
-        keep: One flag a layer, True where the layer runs.
+        keep: One flag a layer, True where the whole layer runs.
+        partial: Layers of which only one half runs, as (index, ``attention`` or ``mlp``); their `keep` is False.
     """
 
     keep: tuple[bool, ...]
+    partial: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def full(cls, n_layers: int) -> Route:
@@ -28,8 +35,18 @@ class Route:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the layers that run."""
+        """Indices of the layers that run, whole or in part."""
+        return tuple(i for i, k in enumerate(self.keep) if k or i in self.parts)
+
+    @property
+    def whole_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that run whole."""
         return tuple(i for i, k in enumerate(self.keep) if k)
+
+    @cached_property
+    def parts(self) -> dict[int, str]:
+        """The half that runs, by index, of layers that run in part."""
+        return dict(self.partial)
 
     @property
     def first_gap(self) -> int:
@@ -38,25 +55,25 @@ class Route:
 
     @property
     def resumes_at(self) -> int:
-        """The first layer that runs after the first gap; its input is the state at the end of the shared prefix.
+        """The first layer that runs from the first gap on; its input is the state at the end of the shared prefix.
 
-        The number of layers where nothing is skipped.
+        (A layer that runs in part is a gap itself.) The number of layers where nothing is skipped.
         """
-        return next((i for i in self.layers if i > self.first_gap), len(self.keep))
+        return next((i for i in self.layers if i >= self.first_gap), len(self.keep))
 
     @property
     def skip_ratio(self) -> float:
-        """Share of layers left out."""
-        return 1 - sum(self.keep) / len(self.keep)
+        """Share of layers left out, a half layer counting half."""
+        return 1 - (sum(self.keep) + len(self.partial) / 2) / len(self.keep)
 
     def thinned(self, skip_ratio: float) -> Route:
-        """A sub-route that skips `skip_ratio` of *all* layers, spread evenly over the layers this route keeps.
+        """A sub-route that skips `skip_ratio` of *all* layers, spread evenly over the layers this route keeps whole.
 
         First and last layer stay. A route that already skips more is returned as it is.
         """
-        kept = self.layers
+        kept = self.whole_layers
         target = max(2, len(self.keep) - round(skip_ratio * len(self.keep)))
         if target >= len(kept):
-            return self
+            return Route(self.keep)
         chosen = {kept[round(i * (len(kept) - 1) / (target - 1))] for i in range(target)}
         return Route(tuple(i in chosen for i in range(len(self.keep))))

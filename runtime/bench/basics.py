@@ -18,12 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from viasd.runtime.api import generate
-from viasd.runtime.drafters import Draft
-from viasd.runtime.gates import RatioGate, Thresholds
-from viasd.runtime.metrics import Counters
-from viasd.runtime.session import Ending, rounds
-from viasd.runtime.strategies import ChainedCascade, GatedCascade, Plain, SpeculativeDecoding, Strategy, Workbench
 
 from viasd.attention import Segment
 from viasd.draws import Draws, SeededDraws
@@ -33,6 +27,12 @@ from viasd.loading import LoadConfig
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.rows import Rows
+from viasd.runtime.api import generate
+from viasd.runtime.drafters import Draft
+from viasd.runtime.gates import RatioGate, Thresholds
+from viasd.runtime.metrics import Counters
+from viasd.runtime.session import Ending, rounds
+from viasd.runtime.strategies import ChainedCascade, GatedCascade, Plain, SpeculativeDecoding, Strategy, Workbench
 from viasd.sampling import Ahead, Sampler, SamplingConfig
 
 _QUESTION = "Write a short story about a dog who learns to read."

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from viasd.runtime.drafters.base import Draft
-from viasd.runtime.metrics import Counters
-
 from viasd.draws import Draws
 from viasd.rows import Rows
+from viasd.runtime.drafters.base import Draft
+from viasd.runtime.metrics import Counters
 from viasd.sampling import Ahead
 
 LONGEST = 3

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from viasd.runtime.drafters.base import Draft
-from viasd.runtime.drafters.stepwise import draft_stepwise
-from viasd.runtime.metrics import Counters
-from viasd.runtime.target import Stopwatch
 
 from viasd.attention import Segment
 from viasd.draws import Draws
 from viasd.layered import LayeredModel
+from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import Stopwatch
 from viasd.sampling import Ahead
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from viasd.runtime.drafters.base import Draft
-from viasd.runtime.drafters.stepwise import draft_stepwise
-from viasd.runtime.target import Stopwatch, TieredTarget
 
 from viasd.attention import Segment
 from viasd.draws import Draws
 from viasd.errors import OptionError
 from viasd.routes import Route
+from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.target import Stopwatch, TieredTarget
 from viasd.sampling import Ahead
 
 
@@ -40,7 +40,7 @@ class SelfDrafter:
         min_confidence: float = 0.0,
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
-        if target.route is not None and not set(route.layers) <= set(target.route.layers):
+        if target.route is not None and not set(route.layers) <= set(target.route.whole_layers):
             raise OptionError("the self drafter must keep only layers that the slim verifier keeps")
         self.name = "self"
         self.route = route

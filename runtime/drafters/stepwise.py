@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from viasd.runtime.drafters.base import Draft
 
 from viasd.draws import Draws
 from viasd.rows import Rows
+from viasd.runtime.drafters.base import Draft
 from viasd.sampling import Ahead
 
 

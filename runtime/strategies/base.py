@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
-from viasd.runtime.metrics import Counters
-from viasd.runtime.target import Target
 
 from viasd.draws import Draws
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import Target
 from viasd.sampling import Sampler
 
 

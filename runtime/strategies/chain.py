@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Drafter
 from viasd.runtime.strategies.base import Emission, Workbench, full_step
 from viasd.runtime.strategies.judge import judge_block
-
-from viasd.rows import Row, Rows
 from viasd.sampling import Ahead
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from viasd.accept import gated_law
+from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Draft, Drafter
 from viasd.runtime.gates import Decision, Gate
 from viasd.runtime.strategies.base import Emission, Workbench, full_step
 from viasd.runtime.strategies.judge import judge_block
-
-from viasd.accept import gated_law
-from viasd.rows import Row, Rows
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from laws import Table, constant_table, decoded_law, largest_error, target_law
-from viasd.runtime.drafters import Draft
-from viasd.runtime.strategies import SpeculativeDecoding
 
 from viasd.draws import Draws
 from viasd.rows import Row, Rows
+from viasd.runtime.drafters import Draft
+from viasd.runtime.strategies import SpeculativeDecoding
 from viasd.sampling import Ahead, SamplingConfig
 from viasd.testing import TableTarget
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import viasd.runtime.session
 from rich.console import Console
-from viasd.runtime.chat import Chat, history
-from viasd.runtime.display import Screen
 
 import viasd
 import viasd.load
+import viasd.runtime.session
 from viasd.mask import LayerMask
 from viasd.pair import Pair, make_pair
+from viasd.runtime.chat import Chat, history
+from viasd.runtime.display import Screen
 from viasd.testing import byte_tokenizer, tiny_model
 
 Step = str | type[BaseException]

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from viasd.runtime.check import compare_with_plain
 
 import viasd
 from viasd.errors import OptionError
+from viasd.runtime.check import compare_with_plain
 from viasd.sampling import SamplingConfig
 from viasd.testing import byte_tokenizer, tiny_model
 

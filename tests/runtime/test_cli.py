@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import viasd.runtime.session
 from rich.console import Console
-from viasd.runtime import cli, config, options
-from viasd.runtime.display import Screen, clean, mask_strip
 
 import viasd
 import viasd.load
+import viasd.runtime.session
 from viasd.mask import LayerMask
 from viasd.pair import Pair, make_pair
+from viasd.runtime import cli, config, options
+from viasd.runtime.display import Screen, clean, mask_strip
 from viasd.testing import byte_tokenizer, tiny_model
 
 Run = Callable[..., tuple[int, str, str]]

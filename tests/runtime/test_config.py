@@ -3,12 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from viasd.runtime.api import make_config
-from viasd.runtime.config import DecodingConfig, GenerationConfig, Plan, plan, thresholds_of
-from viasd.runtime.gates import Thresholds
 
 from viasd.errors import OptionError
 from viasd.pair import Pair
+from viasd.runtime.api import make_config
+from viasd.runtime.config import DecodingConfig, GenerationConfig, Plan, plan, thresholds_of
+from viasd.runtime.gates import Thresholds
 
 VIA = {"strategy": "cascade", "mode": "via"}
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from tiny import generate, model_of, pair_of, prompt_ids
-from viasd.runtime.drafters import Draft, LookupDrafter, ModelDrafter, SelfDrafter
-from viasd.runtime.metrics import Counters
-from viasd.runtime.target import TieredTarget
 
 from viasd.draws import SeededDraws
 from viasd.errors import OptionError
 from viasd.mask import LayerMask
 from viasd.probe import load_layered
 from viasd.routes import Route
+from viasd.runtime.drafters import Draft, LookupDrafter, ModelDrafter, SelfDrafter
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import TieredTarget
 from viasd.sampling import Sampler, SamplingConfig
 
 

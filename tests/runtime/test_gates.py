@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from viasd.runtime.drafters import Draft
-from viasd.runtime.gates import Decision, RatioGate, Thresholds, log_ratios
-from viasd.runtime.guard import FEATURES, Guard, GuardConfig, GuardedGate, block_features
 
 from viasd.errors import OptionError
 from viasd.estimator import EstimatorConfig, LogisticEstimator
 from viasd.rows import Rows
+from viasd.runtime.drafters import Draft
+from viasd.runtime.gates import Decision, RatioGate, Thresholds, log_ratios
+from viasd.runtime.guard import FEATURES, Guard, GuardConfig, GuardedGate, block_features
 
 A, B, C = Decision.ACCEPT, Decision.REWRITE, Decision.ESCALATE
 

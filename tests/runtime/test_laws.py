@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from laws import PROMPT, Law, Table, decoded_law, largest_error, random_table, target_law
+
+from viasd.accept import gated_law
+from viasd.rows import Row, Rows
 from viasd.runtime.drafters import Draft
 from viasd.runtime.gates import Decision, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
@@ -20,9 +23,6 @@ from viasd.runtime.strategies import (
     Workbench,
 )
 from viasd.runtime.strategies.via import emitted_law
-
-from viasd.accept import gated_law
-from viasd.rows import Row, Rows
 from viasd.sampling import Sampler, SamplingConfig
 from viasd.testing import TableDrafter, TableTarget
 

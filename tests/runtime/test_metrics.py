@@ -2,9 +2,9 @@ import copy
 import json
 
 import pytest
-from viasd.runtime.metrics import Audit, Counters
 
 from viasd.intervals import clustered_interval
+from viasd.runtime.metrics import Audit, Counters
 
 
 def counted():

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tiny import LOSSLESS, generate, hf_greedy, model_of, pair_of, prompt_ids
-from viasd.runtime.metrics import Counters
-from viasd.runtime.target import TieredTarget
 
 from viasd.errors import OptionError
 from viasd.kv import SequenceKV
 from viasd.mask import LayerMask
 from viasd.probe import load_layered
 from viasd.routes import Route
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import TieredTarget
 
 TOLERANCE = {"rtol": 5e-4, "atol": 5e-4}
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from viasd.runtime.textstream import TextStream
 
 from viasd.errors import OptionError
+from viasd.runtime.textstream import TextStream
 
 LINES = [
     "Hello world, the quick brown fox.\n\n",

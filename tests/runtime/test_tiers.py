@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 import torch
 from tiny import generate, model_of, pair_of, prompt_ids, tokenizer
+
+import viasd
+from viasd.mask import LayerMask
+from viasd.pair import Pair
 from viasd.runtime import tiers
 from viasd.runtime.config import DecodingConfig
 from viasd.runtime.gates import Decision
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
 from viasd.runtime.tiers import TierReport, measure_tiers
-
-import viasd
-from viasd.mask import LayerMask
-from viasd.pair import Pair
 
 MASK = LayerMask.even(8, 0.25)
 CHEAP_SLIM = {"drafter": 1e-4, "slim": 1e-4, "full": 1.0, "escalation": 0.5, "plain": 0.9}

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids
+
+from viasd.draws import SeededDraws
 from viasd.runtime.gates import Decision, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig
 from viasd.runtime.metrics import Counters
 from viasd.runtime.result import describe_loss
 from viasd.runtime.session import Ending, cut, rounds
 from viasd.runtime.strategies import Emission, GatedCascade, Workbench
-
-from viasd.draws import SeededDraws
 from viasd.sampling import Sampler, SamplingConfig
 from viasd.testing import TableDrafter, TableTarget
 

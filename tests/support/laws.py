@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from viasd.runtime.metrics import Counters
 from viasd.runtime.session import Ending, rounds
 from viasd.runtime.strategies import Strategy, Workbench
-
 from viasd.sampling import Sampler, SamplingConfig
 from viasd.testing import EnumeratingDraws, TableTarget
 
