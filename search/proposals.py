@@ -63,8 +63,8 @@ class SearchSpace:
             raise OptionError(f"refine must be between 0 and 1, but got {self.refine:g}")
         if not 1 <= self.n_skip <= len(self.units):
             raise OptionError(
-                f"a mask that skips {self.n_skip} of {self.n_layers} layers is not possible: the last and the first "
-                f"{self.keep_prefix} are kept, so 1 to {len(self.units)} can be skipped"
+                f"a mask that skips {self.n_skip} of {self.n_units} {'half layers' if self.sublayers else 'layers'} is not "
+                f"possible: the last and the first {self.keep_prefix} are kept, so 1 to {len(self.units)} can be skipped"
             )
 
     @property
