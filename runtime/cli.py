@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from viasd.errors import OptionError, ViasdError
 from viasd.pairs import DEFAULT_PAIR, list_pairs, parse_pair
-from viasd.runtime.display import Screen, clean, play, show_pairs
+from viasd.runtime.display import Screen, clean, play, print_json, show_pairs
+from viasd.runtime.models import load_models
 from viasd.runtime.options import PAPER_MEANS, PROG, options_from_args, parse_args
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _main(argv: list[str] | None) -> int:
     if args.list_pairs:
         pairs = list_pairs(bool(args.base))
         if args.json:
-            _print_json([asdict(pair) for pair in pairs], screen)
+            print_json([asdict(pair) for pair in pairs], screen)
         else:
             show_pairs(pairs, screen)
         return 0
@@ -63,7 +63,7 @@ def _main(argv: list[str] | None) -> int:
         config = _make_config(args)
         if args.preset == "paper":
             screen.note(PAPER_MEANS)
-        pair = _load(args, screen)
+        pair = load_models(args, screen.note)
     if prompt is None:
         return _chat(pair, args, screen)
     return _answer(pair, prompt, config, args, screen)
@@ -115,42 +115,6 @@ def _make_config(args: argparse.Namespace) -> GenerationConfig:
     return config
 
 
-def _load(args: argparse.Namespace, screen: Screen) -> Pair:
-    import torch
-    import transformers
-
-    from viasd.hardware import quantization_config, resolve_device, resolve_dtype
-    from viasd.load import load_pair
-    from viasd.loading import LoadConfig
-
-    config = LoadConfig(
-        device=args.device or "auto",
-        dtype=args.dtype or "auto",
-        device_map=args.device_map,
-        quantization=args.quantization,
-        weights=args.weights or "auto",
-        drafter_device=args.drafter_device,
-        quiet=bool(args.quiet),
-    )
-    # Faults of names, before gigabytes are fetched for them.
-    device = resolve_device(config.device)
-    resolve_device(config.drafter_device or "auto")
-    if config.quantization is not None:
-        quantization_config(config.quantization, resolve_dtype(config.dtype, device))
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()
-    return load_pair(
-        args.pair,
-        drafter=args.drafter,
-        target=args.target,
-        base=bool(args.base),
-        config=config,
-        kernel=args.attn or "auto",
-        say=screen.note,
-    )
-
-
 def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Namespace, screen: Screen) -> int:
     """One-shot mode."""
     from viasd.mask import resolve_mask
@@ -173,7 +137,7 @@ def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Na
         comparison = compare_with_plain(pair, answer.session.prompt, result, config.sampling)
         report["check"] = comparison.as_json()
     if args.json:
-        _print_json(report, screen)
+        print_json(report, screen)
     screen.status(result)
     if comparison is not None:
         screen.note(comparison.sentence())
@@ -200,14 +164,6 @@ def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
     with history(screen):
         chat.run()
     return 0
-
-
-def _print_json(value: object, screen: Screen) -> None:
-    stream = screen.out.file
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(encoding="utf-8")
-    stream.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
-    stream.flush()
 
 
 def _complain(message: str) -> None:

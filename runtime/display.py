@@ -6,6 +6,7 @@ and on a terminal its control characters are dropped.
 
 from __future__ import annotations
 
+import json
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -182,3 +183,12 @@ def show_pairs(pairs: Sequence[PairSpec], screen: Screen) -> None:
         name = f"{pair.name} (default)" if pair.name == DEFAULT_PAIR else pair.name
         table.add_row(name, pair.drafter_ref or pair.drafter, pair.target_ref, end_section=last)
     screen.out.print(table)
+
+
+def print_json(value: object, screen: Screen) -> None:
+    """One strict JSON object on one line of standard output."""
+    stream = screen.out.file
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(encoding="utf-8")
+    stream.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    stream.flush()

@@ -52,6 +52,15 @@ class GuardConfig:
             raise OptionError(f"max_disagreement must be at least 0 and below 1, but got {self.max_disagreement:g}")
 
 
+def new_estimator() -> LogisticEstimator:
+    """An estimator of P(q agrees) that has seen nothing."""
+    return LogisticEstimator(
+        EstimatorConfig(
+            slopes=_START_SLOPES, intercept=_START_INTERCEPT, positions=_POSITIONS, nonnegative_slopes=False
+        )
+    )
+
+
 class Guard:
     """Learns when q agrees. One guard may serve many answers of one pair (a chat); a fresh one is made per call.
 
@@ -67,14 +76,7 @@ class Guard:
         self.estimator = (
             LogisticEstimator.from_state(start)
             if start is not None
-            else LogisticEstimator(
-                EstimatorConfig(
-                    slopes=_START_SLOPES,
-                    intercept=_START_INTERCEPT,
-                    positions=_POSITIONS,
-                    nonnegative_slopes=False,
-                )
-            )
+            else new_estimator()
         )
 
     @property

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import viasd
 from viasd.errors import MaskError, OptionError
-from viasd.pairs import DEFAULT_PAIR, MODEL_FREE_DRAFTERS, parse_pair
+from viasd.runtime.models import Parser, add_model_options, check_exclusive, check_models, given_options, option
 
 PROG = "viasd-run"
 MODES = ("lossless", "bounded", "via")
@@ -53,12 +53,7 @@ _DIRECT = (
 _LISTING = {"list_pairs", "json", "base", "no_color", "quiet"}
 # Two options of which only one can be given, and why.
 _EXCLUSIVE = (
-    ("pair", "target", "a pair names both models"),
-    ("pair", "drafter", "a pair names both models"),
     ("prompt", "prompt_file", "there is one prompt"),
-    ("device", "device_map", "a device map places the model itself"),
-    ("base", "target", "base chooses among registered checkpoints"),
-    ("weights", "target", "weights chooses where registered checkpoints come from"),
     ("theta_acc", "alpha1", "alphas are another way to give the thresholds"),
     ("theta_acc", "alpha2", "alphas are another way to give the thresholds"),
     ("theta_esc", "alpha1", "alphas are another way to give the thresholds"),
@@ -70,14 +65,9 @@ _EXCLUSIVE = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message} (see {PROG} --help)")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser. Every option that was not given is None."""
-    parser = _Parser(
+    parser = Parser(
         prog=PROG,
         allow_abbrev=False,
         description="Generate text through drafter -> slim verifier -> full verifier. Chats when run at a terminal.",
@@ -88,20 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     def flag(group: Any, *names: str, text: str) -> None:
         group.add_argument(*names, action="store_true", default=None, help=text)
 
-    models = parser.add_argument_group("models")
-    models.add_argument("--pair", metavar="NAME", help=f"FAMILY-DRAFTER:TARGET (default {DEFAULT_PAIR})")
-    models.add_argument("--target", metavar="REF", help="hub id, local folder or .gguf file, instead of a pair")
-    models.add_argument("--drafter", metavar="REF", help="the same for the drafter, or lookup (default) or self")
+    models = add_model_options(parser)
     flag(models, "--list-pairs", text="show all pairs and stop; with --json as a list")
-    flag(models, "--base", text="base checkpoints instead of instruct ones")
-    models.add_argument("--weights", choices=("auto", "hub", "packaged"), help="where a pair's weights come from")
-    models.add_argument("--device", help="auto (default), cpu, cuda, cuda:N or mps")
-    models.add_argument("--drafter-device", metavar="DEVICE", help="of the drafter model (default: the target's)")
-    models.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
-    models.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
-    models.add_argument("--quantization", metavar="NAME", help="of the target, e.g. bnb-4bit")
-    models.add_argument("--attn", choices=("auto", "sdpa", "eager"), help="attention kernel")
-    models.add_argument("--threads", type=int, metavar="N", help="CPU threads")
 
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
@@ -163,18 +141,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         MaskError: If the mask can't be what was meant.
     """
     args = build_parser().parse_args(argv)
-    given = {
-        name for name, value in vars(args).items() if value is not None and (value != "auto" or name == "device_map")
-    }
+    given = given_options(args)
     if args.list_pairs:
         if rest := sorted(given - _LISTING):
-            raise OptionError(f"--list-pairs only lists, so {_option(rest[0])} means nothing with it")
+            raise OptionError(f"--list-pairs only lists, so {option(rest[0])} means nothing with it")
         return args
-    for first, second, why in _EXCLUSIVE:
-        if {first, second} <= given:
-            raise OptionError(f"{_option(first)} and {_option(second)} contradict each other: {why}; leave one out")
+    check_exclusive(_EXCLUSIVE, given)
     _check_preset(args, given)
-    _check_models(args, given)
+    _check_self_skip(args, given, check_models(args))
     _check_mask(args, given)
     _check_decoding(args, given)
     _check_text(args)
@@ -226,24 +200,14 @@ def _check_preset(args: argparse.Namespace, given: set[str]) -> None:
     for name, value in PAPER.items() if args.preset == "paper" else ():
         if name in given and getattr(args, name) != value:
             shown = ("on" if value else "off") if isinstance(value, bool) else value
-            raise OptionError(f"--preset paper sets {_option(name)} itself, to {shown}; leave one out")
+            raise OptionError(f"--preset paper sets {option(name)} itself, to {shown}; leave one out")
     if args.preset == "paper" and args.mask == "none":
         raise OptionError("--preset paper needs a slim verifier, but --mask none leaves it out")
 
 
-def _check_models(args: argparse.Namespace, given: set[str]) -> None:
-    if args.drafter is not None and args.target is None:
-        raise OptionError("--drafter needs --target; or name both by --pair")
-    if args.target is None:
-        drafter = parse_pair(args.pair or DEFAULT_PAIR, base=bool(args.base)).drafter
-    else:
-        drafter = args.drafter or "lookup"
-    if "drafter_device" in given and drafter in MODEL_FREE_DRAFTERS:
-        raise OptionError(f"--drafter-device places a drafter model, but the drafter is {drafter}, which has none")
+def _check_self_skip(args: argparse.Namespace, given: set[str], drafter: str) -> None:
     if "self_skip" in given and drafter != "self":
         raise OptionError(f"--self-skip is for the self drafter, but the drafter is {drafter}")
-    if args.threads is not None and args.threads < 1:
-        raise OptionError(f"--threads must be at least 1, but got {args.threads}")
 
 
 def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
@@ -268,11 +232,11 @@ def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:
     if args.strategy == "plain":
         for name in ("gamma", "draft_min_prob", "self_skip", "slim_rounds"):
             if name in given:
-                raise OptionError(f"{_option(name)} is about drafting, but --strategy plain drafts nothing")
+                raise OptionError(f"{option(name)} is about drafting, but --strategy plain drafts nothing")
     if not args.temperature:
         for name in ("top_k", "top_p", "min_p"):
             if name in given:
-                raise OptionError(f"{_option(name)} only means something when sampling; add --temperature above 0")
+                raise OptionError(f"{option(name)} only means something when sampling; add --temperature above 0")
 
 
 def _check_text(args: argparse.Namespace) -> None:
@@ -285,10 +249,6 @@ def _check_text(args: argparse.Namespace) -> None:
             if text is None:
                 continue
             if not text:
-                raise OptionError(f"{_option(name)} is empty; give it some text or leave it out")
+                raise OptionError(f"{option(name)} is empty; give it some text or leave it out")
             if any("\ud800" <= c <= "\udfff" for c in text):
-                raise OptionError(f"{_option(name)} is not valid UTF-8 text")
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+                raise OptionError(f"{option(name)} is not valid UTF-8 text")

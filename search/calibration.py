@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from viasd.errors import OptionError
+from viasd.errors import OptionError, ViasdError
 from viasd.pair import Pair
 from viasd.runtime.api import generate
 
@@ -138,6 +138,7 @@ def file_calibration(pair: Pair, path: str, tau: int, context: int = 512) -> Cal
         passages = [_whole(pair, p) for p in raw.split("\n\n") if p.strip()]
     halves: tuple[list[Passage], list[Passage]] = ([], [])
     written = [0, 0]
+    context = min(context, pair.target.context_length)
     for passage in passages:
         half = written.index(min(written))
         room = min(tau - written[half], context)
@@ -161,6 +162,8 @@ def _from_json(pair: Pair, line: str, where: str) -> Passage:
         if "completion" in entry:
             return _continued(pair, pair.encode(entry["prompt"]), entry["completion"])
         return _whole(pair, entry["text"] if "text" in entry else "\n".join(entry["turns"]))
+    except ViasdError as error:
+        raise OptionError(f"calibration {where}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OptionError(
             f"calibration {where}: expected an object with 'text', 'turns', 'messages', or 'prompt' and 'completion' "
@@ -169,7 +172,11 @@ def _from_json(pair: Pair, line: str, where: str) -> Passage:
 
 
 def _whole(pair: Pair, text: str) -> Passage:
-    return Passage(tuple(pair.encode(text)), 1)
+    # Not `Pair.encode`: a text beyond the model's context is cut here, not refused.
+    ids = [int(i) for i in pair.tokenizer(text)["input_ids"]]
+    if not ids:
+        raise OptionError("the text is empty")
+    return Passage(tuple(ids), 1)
 
 
 def _continued(pair: Pair, ids: list[int], text: str) -> Passage:

@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import optuna
@@ -208,10 +208,15 @@ class DimrSampler(BaseSampler):
             mask = self.space.mask_of({*skipped, keep} - {skip})
             if self._free(mask, known):
                 return mask
+
         # The neighbourhood is used up (a small space): any mask that is left, reserved ones only where nothing else is.
-        every = [start, *self.space.random_masks("fallback")]
-        free = next((m for m in every if self._free(m, known)), None)
-        left = free or next((m for m in [self.space.even(), *every] if m not in known), None)
+        # Lazily: of a large space nobody can list every mask.
+        def every() -> Iterator[Mask]:
+            yield start
+            yield from self.space.random_masks("fallback")
+
+        free = next((m for m in every() if self._free(m, known)), None)
+        left = free or next((m for m in chain([self.space.even()], every()) if m not in known), None)
         if left is None:
             raise OptionError(f"all {self.space.size} masks of this size have been tried; ask for fewer trials")
         return left

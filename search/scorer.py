@@ -11,7 +11,7 @@ keys of one cache in the model's dtype, q's rows ``N V`` in fp16, and per pass r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,23 @@ class Score:
     def accept_mass(self) -> float:
         """Mean probability that q keeps a token drawn from q'."""
         return 1 - self.tv
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a passage.
+
+    Attributes:
+        tokens: All tokens of the passage but the last.
+        start: Position of the first row; row i follows ``tokens[: start + i + 1]``.
+        logits: Rows ``[n, V]`` of the slim path.
+        best: Argmax of q at each.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    logits: Tensor
+    best: list[int]
 
 
 class _BlockStep(Step):
@@ -150,6 +167,7 @@ class Scorer:
         self.private_kv = private_kv
         self.layers_run = 0  # layer passes over a group, for the report on what reuse saves
         self.layers_saved = 0
+        self.groups_run = 0
         self._groups: list[list[_Prepared]] = []
         self._rows: list[Tensor] = []
         self._best: list[Tensor] = []
@@ -171,6 +189,11 @@ class Scorer:
         """Scored positions."""
         return sum(len(b) for b in self._best)
 
+    @property
+    def groups(self) -> int:
+        """Groups of passages; a partial cost is reported after each."""
+        return len(self._groups)
+
     def score(self, route: Route, report: Callable[[int, float], None] = lambda step, cost: None) -> Score:
         """Scores one route. The same route gives the same score, bit for bit, whatever was scored before.
 
@@ -183,6 +206,7 @@ class Scorer:
         with torch.inference_mode():
             for number, group in enumerate(self._groups):
                 final = self._run(group, route)
+                self.groups_run += 1
                 at = 0
                 for chunk in final.split(ROWS, dim=1):
                     n = chunk.shape[1]
@@ -199,6 +223,18 @@ class Scorer:
         per_token = torch.cat(costs)
         mean = (sums / len(per_token)).tolist()
         return Score(float(per_token.mean()), mean[0], mean[1], mean[2], len(per_token), per_token)
+
+    def blocks(self, route: Route) -> Iterator[Block]:
+        """A route's rows, block by block, beside what q says there. Call it in inference mode."""
+        for number, group in enumerate(self._groups):
+            at = 0
+            for passage in group:
+                final = self._run([passage], route)
+                for start in range(0, passage.length, self.block):
+                    logits = self.model.readout(final[:, start : start + self.block])
+                    best = self._best[number][at + start : at + start + logits.shape[0]]
+                    yield Block(passage.tokens, passage.start + start, logits, best.tolist())
+                at += passage.length
 
     def _prepare(self, passage: Passage) -> _Prepared:
         model, tokens = self.model, passage.tokens[:-1]

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.pruners import MedianPruner
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from viasd.errors import OptionError
 from viasd.files import make_folder
 from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text, name_of
 from viasd.search.scorer import Score, Scorer
 
-_SLOT = "step"
+SLOT = "step"
 _WORKER = "worker"
 _SETUP = "setup"
 # A worker of another machine can't be asked whether it lives: its trial is given up after this long.
 _SILENT_SECONDS = 3600.0
 _UNCLAIMED_SECONDS = 30.0
 _POLL_SECONDS = 0.2
+_SCHEMA_ATTEMPTS = 6
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -65,15 +70,52 @@ def open_storage(url: str) -> BaseStorage | str:
             if path.parent != Path():
                 make_folder(path.parent, OptionError)
             return JournalStorage(JournalFileBackend(str(path)))
-        return optuna.storages.get_storage(url)
+        return _database(url)
     except OptionError:
         raise
     except Exception as error:  # drivers raise their own kinds
-        reason = " ".join(str(error).split())[:200]
         raise OptionError(
-            f"can't open storage '{url}' ({type(error).__name__}: {reason}); expected journal:///path/file.log or a URL "
-            "such as sqlite:///file.db or postgresql://user@host/database"
+            f"can't open storage '{_shown(url)}' ({_reason(error, url)}); expected journal:///path/file.log or a URL such "
+            "as sqlite:///file.db or postgresql://user@host/database"
         ) from error
+
+
+@contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Turns failures of a storage in use (a full disk, a database that went away) into one sentence.
+
+    Raises:
+        OptionError: If one happens inside.
+    """
+    try:
+        yield
+    except (OSError, StorageInternalError) as error:
+        raise OptionError(
+            f"storage '{_shown(url)}' failed ({_reason(error, url)}); what was evaluated before is kept there, and the same "
+            "command goes on from it"
+        ) from error
+
+
+def _shown(url: str) -> str:
+    """The URL without its password."""
+    return re.sub(r"(://[^/@:]*):[^/]*@", r"\1:***@", url)
+
+
+def _reason(error: Exception, url: str) -> str:
+    text = " ".join(str(error).replace(url, _shown(url)).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _database(url: str) -> BaseStorage:
+    """A database storage. Workers that start together on an empty database all try to make its tables."""
+    for attempt in range(_SCHEMA_ATTEMPTS):
+        try:
+            return optuna.storages.get_storage(url)
+        except (IntegrityError, ProgrammingError, OperationalError) as error:
+            if attempt + 1 == _SCHEMA_ATTEMPTS or "already exists" not in str(error):
+                raise
+            time.sleep(0.2 * (attempt + 1))  # another worker is making them
+    raise AssertionError("unreachable")
 
 
 def open_study(storage: BaseStorage | str, name: str, setup: dict[str, Any], sampler: DimrSampler) -> optuna.Study:
@@ -96,6 +138,8 @@ def open_study(storage: BaseStorage | str, name: str, setup: dict[str, Any], sam
     text = json.dumps(setup, sort_keys=True)
     stored = study.user_attrs.get(_SETUP)
     if stored is None:
+        if study.get_trials(deepcopy=False):
+            raise OptionError(f"study '{name}' was not made by a mask search; use another --study name")
         study.set_user_attr(_SETUP, text)
         return study
     if stored != text:
@@ -134,6 +178,7 @@ class Search:
         self.tell = tell
         self.proposal_seconds = 0.0
         self.scoring_seconds = 0.0
+        self.scored = 0  # masks that this worker evaluated
         self._worker = f"{socket.gethostname()}:{os.getpid()}"
 
     def run(self) -> None:
@@ -167,12 +212,12 @@ class Search:
         busy = False
         for trial in self.study.get_trials(deepcopy=False):
             if trial.state in _FINISHED:
-                taken.add(trial.user_attrs[_SLOT])
+                taken.add(trial.user_attrs[SLOT])
             elif trial.state == TrialState.RUNNING:
                 if self._alive(trial):
                     busy = True
-                    if _SLOT in trial.user_attrs:
-                        taken.add(trial.user_attrs[_SLOT])
+                    if SLOT in trial.user_attrs:
+                        taken.add(trial.user_attrs[SLOT])
                 else:
                     self._fail(trial.number)
         free = next((s for s in range(self.trials) if s not in taken), None)
@@ -186,7 +231,7 @@ class Search:
         mask = self.sampler.mask({name: trial.suggest_float(name, 0.0, 1.0) for name in names})
         trial.set_user_attr(_WORKER, self._worker)
         trial.set_user_attr(MASK_ATTR, mask_text(mask))
-        trial.set_user_attr(_SLOT, step)
+        trial.set_user_attr(SLOT, step)
         if self._contested(trial.number, step, mask):
             self._fail(trial.number)
             return
@@ -195,7 +240,7 @@ class Search:
         try:
             score: Score | None = self._score(trial, mask)
         except optuna.TrialPruned:
-            self.study.tell(trial, state=TrialState.PRUNED)
+            self.study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
             score = None
         except BaseException:
             self._fail(trial.number)
@@ -204,8 +249,10 @@ class Search:
             assert score is not None
             for name in ("kl", "tv", "agreement"):
                 trial.set_user_attr(name, getattr(score, name))
-            self.study.tell(trial, score.cost)
+            # Skipped where another worker gave this one up for dead.
+            self.study.tell(trial, score.cost, skip_if_finished=True)
         self.scoring_seconds += time.perf_counter() - started
+        self.scored += 1
         self._report(score)
 
     def _score(self, trial: optuna.Trial, mask: Mask) -> Score:
@@ -222,7 +269,7 @@ class Search:
         for other in self.study.get_trials(deepcopy=False):
             if other.number == number or other.state == TrialState.FAIL:
                 continue
-            same = other.user_attrs.get(_SLOT) == step or other.user_attrs.get(MASK_ATTR) == text
+            same = other.user_attrs.get(SLOT) == step or other.user_attrs.get(MASK_ATTR) == text
             if same and (other.state in _FINISHED or other.number < number):
                 return True
         return False
@@ -236,8 +283,8 @@ class Search:
         host, _, pid = worker.rpartition(":")
         if worker == self._worker:
             return False  # this worker evaluates one mask at a time: an older one of its own is dead
-        if host != socket.gethostname():
-            return age < _SILENT_SECONDS
+        if host != socket.gethostname() or age > _SILENT_SECONDS:
+            return age < _SILENT_SECONDS  # a process number may long belong to somebody else
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:

@@ -83,6 +83,24 @@ def perturbed(model: nn.Module, amount: float, *, seed: int = 1) -> Any:
     return clone
 
 
+def redundant_model(layers: Sequence[int], family: str = "llama", *, rest: float = 0.0, **options: Any) -> Any:
+    """A tiny model of which some layers do nothing: a target with known depth redundancy.
+
+    Args:
+        layers: The layers that pass their input on as it is.
+        family: See `tiny_model`.
+        rest: Share of what they would add that is left of it; 0 makes them exactly the identity.
+        **options: See `tiny_model`.
+    """
+    model = tiny_model(family, **options)
+    with torch.no_grad():
+        for index in layers:
+            layer = model.model.layers[index]
+            layer.self_attn.o_proj.weight.mul_(rest)
+            layer.mlp.down_proj.weight.mul_(rest)
+    return model
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of `VOCABULARY` entries: pad, bos, eos, two chat marks, 256 bytes, and fillers.
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -306,27 +308,28 @@ def test_at_a_real_terminal(tmp_path: Path) -> None:
     argv = ["--target", str(target), "--device", "cpu", "--threads", "1", "--max-new-tokens", "20", "--ignore-eos"]
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
         environment = {**os.environ, "TERM": "xterm", "VIASD_CACHE": str(tmp_path / "cache")}
         environment.pop("NO_COLOR", None)
         os.execvpe(sys.executable, [sys.executable, "-m", "viasd.runtime.cli", *argv], environment)
     shown = b""
 
-    def wait_for(sign: bytes, count: int = 1) -> None:
+    def wait_for(sign: bytes, after: int = 0) -> int:
+        """Reads until `sign` is shown after an offset; returns the offset behind it."""
         nonlocal shown
         deadline = time.monotonic() + 60
-        while shown.count(sign) < count:
+        while (at := shown.find(sign, after)) < 0:
             assert time.monotonic() < deadline, shown
-            try:
+            if select.select([terminal], [], [], 1.0)[0]:
                 shown += os.read(terminal, 4096)
-            except OSError:
-                break
+        return at + len(sign)
 
-    wait_for(b"> ")
+    wait_for(b"> ", wait_for(b"/help"))  # the greeting, then the prompt (readline drops what is typed before it)
     os.write(terminal, b"hello [red] hello\n")
-    wait_for(b"tok/s")
-    wait_for(b"> ", 3)  # the prompt, the arrow of the pair's name, and the next prompt
+    answered = wait_for(b"tok/s")
+    wait_for(b"> ", answered)
     os.write(terminal, b"\x03")
-    wait_for(b"leaves")
+    wait_for(b"leaves", answered)
     os.write(terminal, b"\x04")
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0, shown

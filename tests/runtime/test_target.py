@@ -121,6 +121,16 @@ def test_an_escalation_runs_the_layers_before_the_gap_only_for_what_is_new(monke
     assert written == {i: [(14, 16)] if i < 3 else [(10, 16)] for i in range(8)}
 
 
+@torch.inference_mode()
+def test_a_full_pass_that_ends_below_the_slim_watermark_uses_only_its_own_positions() -> None:
+    model, ids = load_layered(model_of("llama")), prompt_ids()
+    target = TieredTarget(model, LayerMask.even(8, 0.5).route, Counters())
+    target.prefill(ids[:10])
+    target.slim(ids[:16], 6)
+    torch.testing.assert_close(target.full(ids[:13], 3), fresh(model.model, ids[:13], 3), **TOLERANCE)
+    assert (target.kv.full_len, target.kv.slim_len, target.kv.boundary) == (13, 13, None)
+
+
 def test_without_a_route_there_is_no_slim_verifier() -> None:
     with pytest.raises(OptionError, match="needs a mask"):
         TieredTarget(load_layered(model_of("llama")), None, Counters()).slim([1, 2], 1)

@@ -170,6 +170,11 @@ def test_rows_of_both_kinds_read_the_same() -> None:
     )
 
 
+def test_a_point_mass_has_no_mass_elsewhere() -> None:
+    assert [Row(token=2).prob(x) for x in range(4)] == [0, 0, 1, 0]
+    assert Row(token=2).dense(torch.zeros(4)).tolist() == [0, 0, 1, 0]
+
+
 def test_joining_rows_of_both_kinds_makes_them_dense() -> None:
     joined = Rows.joined([Row(token=2), dense(0.5, 0.25, 0.25)])
     assert joined.probs is not None

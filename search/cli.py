@@ -1,0 +1,146 @@
+"""`viasd-search`: find the layers that a slim verifier may skip, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from viasd.errors import OptionError, ViasdError
+from viasd.runtime.display import Screen, clean, print_json
+from viasd.runtime.models import load_models
+from viasd.search.config import SearchConfig, as_file_name
+from viasd.search.options import PROG, check_writable, config_from_args, parse_args
+
+USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: Arguments; None takes those of the process.
+
+    Returns:
+        Exit code: 0, 2 after an error (one line on standard error), 130 after Ctrl-C, 141 when the reader went away.
+    """
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        return _search(args) if args.command == "search" else _read(args)
+    except ViasdError as error:
+        _complain(f"error: {error}")
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        _complain("interrupted before the first mask was scored; nothing is written")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit; there must be something to take it.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _search(args: argparse.Namespace) -> int:
+    config = config_from_args(args)
+    screen = Screen(quiet=bool(args.quiet), color=not args.no_color)
+    if args.plot is not None:
+        from viasd.search.plot import require_matplotlib
+
+        require_matplotlib()
+    if config.warning is not None:
+        screen.note(config.warning)
+    # Whatever libraries print must not end up in the output.
+    with contextlib.redirect_stdout(sys.stderr):
+        pair = load_models(args, screen.note)
+        path = args.output or default_output(pair.target_id, pair.target.n_layers, config)
+        check_writable("output", path)
+        from viasd.search.display import Watch
+        from viasd.search.run import search_mask
+
+        with Watch(screen) as watch:
+            outcome = search_mask(pair, config, watch.tell)
+        outcome = replace(outcome, mask=replace(outcome.mask, name=Path(path).stem))
+        try:
+            outcome.mask.save(path)
+        except ViasdError as error:
+            raise OptionError(
+                f"{error}; nothing is lost: the study keeps every score, and the same command with another --output "
+                "writes the mask"
+            ) from error
+        if args.plot is not None:
+            from viasd.search.plot import plot_outcome
+
+            plot_outcome(outcome, args.plot)
+    if args.json:
+        print_json(outcome.as_json(), screen)
+    else:
+        from viasd.search.report import outcome_report
+
+        _print(outcome_report(outcome, unicode=_unicode(screen)), screen)
+    screen.note(f"mask written to {path} (study {outcome.study})")
+    if outcome.interrupted:
+        _complain(
+            f"interrupted after {outcome.trials} of {outcome.wanted} masks; the best so far is in {path}, and the same "
+            "command goes on"
+        )
+        return INTERRUPTED
+    return 0
+
+
+def default_output(target: str, n_layers: int, config: SearchConfig) -> str:
+    """Where the mask goes when nobody says: ``TARGET.skipN.json`` in this folder, N the number of skipped layers."""
+    return f"{as_file_name(Path(target).name)}.skip{round(config.skip * n_layers)}.json"
+
+
+def _read(args: argparse.Namespace) -> int:
+    """`show` and `compare`."""
+    from viasd.mask import LayerMask
+    from viasd.search.report import compare_lines, mask_lines
+
+    masks = [LayerMask.load(path) for path in args.masks]
+    screen = Screen()
+    if args.command == "show":
+        if args.json:
+            print_json(masks[0].to_json(), screen)
+        else:
+            _print("\n".join(mask_lines(masks[0], unicode=_unicode(screen))), screen)
+        return 0
+    one, other = masks
+    if len(one.keep) != len(other.keep):
+        raise OptionError(
+            f"the masks are for targets of {len(one.keep)} and {len(other.keep)} layers, which can't be compared"
+        )
+    if args.json:
+        skipped = [{i for i, k in enumerate(m.keep) if not k} for m in masks]
+        print_json(
+            {
+                "skipped_by_both": sorted(skipped[0] & skipped[1]),
+                "skipped_by_first": sorted(skipped[0] - skipped[1]),
+                "skipped_by_second": sorted(skipped[1] - skipped[0]),
+                "masks": [m.to_json() for m in masks],
+            },
+            screen,
+        )
+    else:
+        _print("\n".join(compare_lines(one, other, unicode=_unicode(screen))), screen)
+    return 0
+
+
+def _unicode(screen: Screen) -> bool:
+    return screen.out.encoding.lower().startswith("utf")
+
+
+def _print(text: str, screen: Screen) -> None:
+    screen.out.file.write(clean(text) + "\n")
+    screen.out.file.flush()
+
+
+def _complain(message: str) -> None:
+    print(f"{PROG}: {clean(' '.join(message.split()))}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What a user can ask of a search, checked before anything is loaded or run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from viasd.errors import OptionError
+
+SKIP_RATIO = 0.45  # of the paper
+TRIALS = 100
+TAU = 512
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """One search.
+
+    Attributes:
+        skip: Share of the target's layers that a mask skips, in ``(0, 1)``; rounded to a whole number of layers.
+        trials: Distinct masks to evaluate, at least 1.
+        theta: Every theta-th proposal is Bayesian.
+        refine: Share of the others that are one swap away from the best mask.
+        keep_prefix: Layers kept at the beginning, at least 1.
+        alpha: See `viasd.divergences.stage_cost`.
+        beta: Likewise.
+        tau: Scored tokens per half of the calibration text.
+        prompts: Built-in questions to use at most, an even number; None uses as many as `tau` needs.
+        gamma: Drafted tokens a block.
+        calibration: ``self``, or a file.
+        private_kv: Score with a cache of the slim path's own, for comparison.
+        storage: Optuna storage, see `viasd.search.study.open_storage`; None is a journal file in the cache folder.
+        study: Name of the study; None makes one of the pair and the settings.
+        seed: Seed of every random choice.
+        controls: Random masks to compare with; None is as many as `trials`.
+
+    Raises:
+        OptionError: If a value is out of range or contradicts another.
+    """
+
+    skip: float = SKIP_RATIO
+    trials: int = TRIALS
+    theta: int = 10
+    refine: float = 0.5
+    keep_prefix: int = 1
+    alpha: float = 0.5
+    beta: float = 0.5
+    tau: int = TAU
+    prompts: int | None = None
+    gamma: int = 5
+    calibration: str = "self"
+    private_kv: bool = False
+    storage: str | None = None
+    study: str | None = None
+    seed: int = 0
+    controls: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.skip < 1:
+            raise OptionError(f"skip must be above 0 and below 1 (a share of the layers), but got {self.skip:g}")
+        for name, least in (("trials", 1), ("theta", 1), ("keep_prefix", 1), ("gamma", 1), ("tau", 16)):
+            if getattr(self, name) < least:
+                raise OptionError(f"{name} must be at least {least}, but got {getattr(self, name)}")
+        for name in ("alpha", "beta"):
+            if not 0 < getattr(self, name) <= 1:
+                raise OptionError(f"{name} must be above 0 and at most 1, but got {getattr(self, name):g}")
+        if not 0 <= self.refine <= 1:
+            raise OptionError(f"refine must be between 0 and 1, but got {self.refine:g}")
+        if self.controls is not None and self.controls < 0:
+            raise OptionError(f"controls must be at least 0, but got {self.controls}")
+        if self.prompts is not None:
+            if self.calibration != "self":
+                raise OptionError("prompts are the built-in questions of --calibration self, but a file was given")
+            if self.prompts < 2 or self.prompts % 2:
+                raise OptionError(
+                    f"prompts must be an even number (half of them for each half), but got {self.prompts}"
+                )
+        if self.study is not None and not self.study.strip():
+            raise OptionError("the study's name is empty; give it some text or leave it out")
+
+    @property
+    def warning(self) -> str | None:
+        """What is allowed but not advised, in words."""
+        if self.beta < 1 - self.alpha:
+            return (
+                f"beta {self.beta:g} is below 1 - alpha = {1 - self.alpha:g}: the cost no longer bounds a lossy rejection "
+                "rate"
+            )
+        return None
+
+    @property
+    def n_controls(self) -> int:
+        """Random masks to compare with."""
+        return self.trials if self.controls is None else self.controls
+
+
+def name_of_study(pair: str, setup: dict[str, Any]) -> str:
+    """Name of a study nobody named: the pair, and a hash of everything that decides a mask's cost."""
+    digest = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:10]
+    return f"{as_file_name(pair)}-{digest}"
+
+
+def as_file_name(text: str) -> str:
+    """A text with everything but letters, digits, dots and dashes turned into single dashes."""
+    return "-".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())

@@ -1,0 +1,122 @@
+"""The options of `viasd-search` and its two readers of mask files. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import viasd
+from viasd.errors import OptionError
+from viasd.runtime.models import Parser, add_model_options, check_models
+from viasd.search.config import SKIP_RATIO, TAU, TRIALS, SearchConfig
+
+PROG = "viasd-search"
+_EPILOG = f"""\
+also:
+  {PROG} show MASK        draw a mask file and its figures
+  {PROG} compare A B      two mask files side by side
+
+cost is R(q' || q) of the slim verifier q' against the full verifier q, per token of text that the target wrote itself,
+run in blocks of gamma + 1 as decoding does. A study can be continued, by the same command, after any interruption, and by
+several processes at once: all of them together evaluate exactly --trials distinct masks."""
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parses and checks; ``command`` is ``search``, ``show`` or ``compare``.
+
+    Raises:
+        OptionError: If an option is malformed, or options contradict each other.
+        PairError: If the pair is not registered.
+    """
+    if argv[:1] == ["show"] or argv[:1] == ["compare"]:
+        return _reader(argv[0]).parse_args(argv[1:])
+    args = build_parser().parse_args(argv)
+    check_models(args)
+    for name in ("output", "plot"):
+        if (value := getattr(args, name)) is not None:
+            check_writable(name, value)
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of a search. Every option that was not given is None."""
+    parser = Parser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Find the layers of a target that a slim verifier may skip, and write them as a mask file.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command="search")
+    add_model_options(parser)
+    search = parser.add_argument_group("search")
+    search.add_argument("--skip", type=float, metavar="X", help=f"share of the layers to skip (default {SKIP_RATIO})")
+    search.add_argument("--trials", type=int, metavar="N", help=f"distinct masks to evaluate (default {TRIALS})")
+    search.add_argument("--theta", type=int, metavar="N", help="every N-th proposal is Bayesian (default 10)")
+    search.add_argument("--refine", type=float, metavar="X", help="share of the others one swap from the best (0.5)")
+    search.add_argument("--keep-prefix", type=int, metavar="N", help="keep the first N layers (default 1)")
+    search.add_argument("--seed", type=int, metavar="N", help="of every random choice (default 0)")
+    search.add_argument("--controls", type=int, metavar="N", help="random masks to compare with (default: --trials)")
+    cost = parser.add_argument_group("cost")
+    cost.add_argument("--alpha", type=float, metavar="X", help="of the cost R (default 0.5)")
+    cost.add_argument("--beta", type=float, metavar="X", help="of the cost R (default 0.5)")
+    cost.add_argument("--gamma", type=int, metavar="N", help="drafted tokens per block (default 5)")
+    cost.add_argument("--tau", type=int, metavar="N", help=f"scored tokens per half of the text (default {TAU})")
+    cost.add_argument("--prompts", type=int, metavar="N", help="built-in questions to use at most, an even number")
+    cost.add_argument(
+        "--calibration", metavar="FILE", help="JSON lines or text; self (default) lets the target answer questions"
+    )
+    cost.add_argument(
+        "--private-kv",
+        action="store_true",
+        default=None,
+        help="score with a cache of the slim path's own, for comparison (decoding shares the full path's)",
+    )
+    where = parser.add_argument_group("study and output")
+    where.add_argument(
+        "--storage", metavar="URL", help="journal:///path/file.log or any Optuna URL (default: a file in the cache)"
+    )
+    where.add_argument("--study", metavar="NAME", help="name of the study (default: made of pair and settings)")
+    where.add_argument("--output", metavar="FILE", help="the mask file (default: TARGET.skipN.json in this folder)")
+    where.add_argument("--plot", metavar="FILE.png", help="also draw a figure (needs viasd[plot])")
+    where.add_argument("--json", action="store_true", default=None, help="one JSON object on standard output")
+    where.add_argument("--quiet", action="store_true", default=None, help="no notes and no progress")
+    where.add_argument("--no-color", action="store_true", default=None, help="no colours")
+    parser.add_argument("--version", action="version", version=f"{PROG} {viasd.__version__}")
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> SearchConfig:
+    """The search's configuration; what was not given keeps its default.
+
+    Raises:
+        OptionError: If a value is out of range.
+    """
+    given = {f.name: value for f in fields(SearchConfig) if (value := getattr(args, f.name, None)) is not None}
+    return SearchConfig(**given)
+
+
+def check_writable(name: str, value: str) -> None:
+    """Refuses a file that can't be written, before the work whose result it is for.
+
+    Raises:
+        OptionError: Naming the option and the reason.
+    """
+    path = Path(value)
+    if not value or path.is_dir():
+        raise OptionError(f"--{name} must be a file, but got '{value}'")
+    if not path.parent.is_dir():
+        raise OptionError(f"--{name}: there is no folder '{path.parent}'; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise OptionError(f"--{name}: folder '{path.parent}' is not writable")
+
+
+def _reader(command: str) -> argparse.ArgumentParser:
+    text = {"show": "Draw a mask file and its figures.", "compare": "Two mask files side by side."}[command]
+    parser = Parser(prog=f"{PROG} {command}", allow_abbrev=False, description=text)
+    parser.set_defaults(command=command)
+    parser.add_argument("masks", nargs=1 if command == "show" else 2, metavar="MASK", help="mask file")
+    parser.add_argument("--json", action="store_true", default=None, help="one JSON object on standard output")
+    return parser

@@ -1,0 +1,77 @@
+"""One figure of a search: cost trace, layer importance, strip of layers. Needs the `plot` extra."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+from itertools import accumulate
+from pathlib import Path
+
+from viasd.errors import OptionError
+from viasd.files import write_atomically
+from viasd.search.outcome import SearchOutcome
+
+_KEPT, _SKIPPED, _GREY = "#1f6f8b", "#e6e6e6", "#9a9a9a"
+
+
+def require_matplotlib() -> None:
+    """Checks that a figure can be drawn, before the work that it would show.
+
+    Raises:
+        OptionError: If matplotlib is missing.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError("--plot needs matplotlib, which is not installed: pip install viasd[plot]")
+
+
+def plot_outcome(outcome: SearchOutcome, path: str) -> None:
+    """Draws a search into a PNG file.
+
+    Args:
+        outcome: What to draw.
+        path: File to write.
+
+    Raises:
+        OptionError: If matplotlib is missing, or the file can't be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    trace, importance, strip = figure.subplots(3, 1, height_ratios=[3, 2.4, 0.5])
+    details = outcome.mask.details
+    keep = outcome.mask.keep
+    figure.suptitle(f"{outcome.mask.pair}: {len(keep) - sum(keep)} of {len(keep)} layers skipped")
+
+    steps = [i for i, cost in enumerate(outcome.trace) if cost is not None]
+    costs = [cost for cost in outcome.trace if cost is not None]
+    trace.plot(steps, costs, ".", color=_GREY, label="evaluated mask")
+    running = accumulate((math.inf if c is None else c for c in outcome.trace), min)
+    trace.step(range(len(outcome.trace)), list(running), where="post", color=_KEPT, label="best so far")
+    controls = details.get("controls") or {}
+    for key, label, style in (
+        ("even", "even-spaced", ":"),
+        ("random_best", "best random mask", "--"),
+        ("random_median", "median random mask", "-."),
+    ):
+        figures = (controls.get(key) or {}).get("search")
+        if figures is not None:
+            trace.axhline(figures["cost"], linestyle=style, color="black", linewidth=1, label=label)
+    trace.set(xlabel="step", ylabel="cost (searching half)")
+    trace.legend(fontsize="small", loc="upper right")
+
+    values = [0.0 if v is None else v for v in outcome.importance]
+    colors = [_KEPT if k else _GREY for k in keep]
+    importance.bar(range(len(values)), values, color=colors)
+    importance.axhline(0, color="black", linewidth=0.8)
+    importance.set(ylabel="mean cost\nskipped - kept", xlim=(-0.6, len(values) - 0.4))
+
+    strip.bar(range(len(values)), [1] * len(values), color=[_KEPT if k else _SKIPPED for k in keep], width=0.9)
+    strip.set(yticks=[], xlabel="layer (dark: run by the slim verifier)", xlim=(-0.6, len(values) - 0.4), ylim=(0, 1))
+    for side in strip.spines.values():
+        side.set_visible(False)
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomically(Path(path), buffer.getvalue(), OptionError)

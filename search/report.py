@@ -1,0 +1,193 @@
+"""What a search found, in words and a table; also what `show` and `compare` print of mask files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from viasd.mask import LayerMask
+from viasd.runtime.display import mask_strip
+from viasd.search.outcome import SearchOutcome
+
+_NAMED_LAYERS = 4
+_WIDTH = 24
+
+
+def outcome_report(outcome: SearchOutcome, *, unicode: bool = True) -> str:
+    """The report of a search."""
+    kept = len(outcome.mask.keep) - sum(outcome.mask.keep)
+    lines = [
+        f"{outcome.trials} of {outcome.wanted} masks that skip {kept} of {len(outcome.mask.keep)} layers evaluated"
+    ]
+    if outcome.pruned:
+        lines[0] += f" ({outcome.pruned} given up early)"
+    if outcome.interrupted:
+        lines[0] += "; interrupted, the best so far"
+    lines += mask_lines(outcome.mask, unicode=unicode)
+    if (text := importance_line(outcome.importance)) is not None:
+        lines.append(text)
+    timing = outcome.timing
+    if timing.masks_per_minute is not None:
+        lines += [
+            f"time: {timing.seconds:.0f} s in all, {timing.masks_per_minute:.1f} masks/minute, "
+            f"{timing.proposal_share:.1%} of the search in proposals",
+            f"saved: {timing.reused:.0%} of the layer passes (layers before the first skip are not run again), "
+            f"{timing.pruned:.0%} of the text (masks given up early)",
+        ]
+    return "\n".join(lines)
+
+
+def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
+    """A mask file in lines: strip, table of figures, verdicts; only what the file has."""
+    lines = [mask_strip(mask.keep, mask.name, unicode=unicode)]
+    details = mask.details
+    if mask.target is not None:
+        lines.append(f"target {mask.target.id}" + (f", searched for pair {mask.pair}" if mask.pair else ""))
+    if "search" in details or "controls" in details:
+        lines += ["", *_table(details), ""]
+        lines.append(random_verdict(details))
+    if (tier := details.get("tier")) is not None:
+        lines += tier_lines(tier)
+    if (guard := details.get("guard_reliability")) is not None:
+        lines.append(guard_line(guard))
+    elif details.get("tier") is not None:
+        lines.append("guard: the drafter proposed too little on the text for start values; it will learn from nothing")
+    return lines
+
+
+def random_verdict(details: Mapping[str, Any]) -> str:
+    """Whether the search was better than chance, in words."""
+    controls = details.get("controls") or {}
+    n = controls.get("random_masks", 0)
+    beats, margin = details.get("beats_random"), controls.get("margin")
+    if beats is None:
+        return "no verdict on chance: the random masks to compare with were not all scored"
+    by = "" if margin is None else f" (by {abs(margin['mean']):.4f} a token, standard error {margin['error']:.4f})"
+    if beats:
+        sure = margin is None or margin["mean"] > 2 * margin["error"]
+        doubt = "" if sure else "; the difference is within chance of the text"
+        return f"on text it did not see, the mask beats the best of {n} random masks{by}{doubt}"
+    if margin is not None and margin["mean"] == 0:
+        return f"NOT BETTER THAN CHANCE: the best of {n} random masks is just as good, or the very same"
+    return f"NOT BETTER THAN CHANCE: on text the search did not see, the best of {n} random masks costs less{by}"
+
+
+def tier_lines(tier: Mapping[str, Any]) -> list[str]:
+    """Delta, predicted speed and what to do."""
+    delta, per_token = tier.get("delta"), tier.get("per_token") or {}
+    said = "unknown, the drafter proposed nothing" if delta is None else f"{delta:+.3f}"
+    times = ", ".join(
+        f"{name} {'?' if per_token.get(key) is None else format(per_token[key] * 1e3, '.1f')}"
+        for name, key in (("plain", "plain"), ("two tiers", "sd"), ("three tiers", "cascade"))
+    )
+    return [
+        f"tiers: Delta {said} (positive: the slim tier shortens the path); predicted ms/token on this machine: {times}",
+        f"recommendation: {recommendation(tier)}",
+    ]
+
+
+def recommendation(tier: Mapping[str, Any]) -> str:
+    """What to do with this mask as a middle tier, in plain words."""
+    delta, per_token = tier.get("delta"), tier.get("per_token") or {}
+    plain, sd, cascade = (per_token.get(name) for name in ("plain", "sd", "cascade"))
+    if tier.get("pays"):
+        text = "keep the slim tier"
+        if sd is not None and cascade:
+            text += f": {sd / cascade:.2f} times as fast as two tiers by prediction"
+        return text
+    if delta is None:
+        reason = "the drafter proposed nothing on the text, so a slim tier has nothing to judge"
+    elif delta <= 0:
+        reason = "it does not shorten the path from the drafter to the target, so there is nothing to gain"
+    else:
+        reason = "it shortens the path, but it is not cheap enough to save time"
+    if plain is not None and sd is not None and sd > plain:
+        reason += "; by prediction even two tiers are slower than plain decoding here"
+    return f"leave the slim tier out: {reason}"
+
+
+def guard_line(found: Mapping[str, Any]) -> str:
+    """How far the guard's start values hold on the reporting half."""
+    auc = "-" if found["auc"] is None else f"{found['auc']:.2f}"
+    fate = "" if found["stored"] else "; that is beyond its budget, so they are left out and it learns from nothing"
+    return (
+        f"guard: start values on {found['n']} tokens not fitted on: calibration error {found['ece']:.3f}, log-loss "
+        f"{found['log_loss']:.3f}, AUC {auc}; of {found['passed']} that would skip the full verifier it would have said "
+        f"{found['passed_disagreed']} otherwise{fate}"
+    )
+
+
+def importance_line(importance: Sequence[float | None]) -> str | None:
+    """The layers that are dearest and cheapest to skip."""
+    known = sorted(((v, i) for i, v in enumerate(importance) if v is not None), reverse=True)
+    if not known:
+        return None
+    n = min(_NAMED_LAYERS, len(known) // 2 or 1)
+    dearest = ", ".join(f"{i} ({v:+.3f})" for v, i in known[:n])
+    cheapest = ", ".join(f"{i} ({v:+.3f})" for v, i in reversed(known[-n:]))
+    return f"layers (mean cost where skipped minus where kept): dearest {dearest}; cheapest {cheapest}"
+
+
+def compare_lines(one: LayerMask, other: LayerMask, *, unicode: bool = True) -> list[str]:
+    """Two masks side by side."""
+    lines = [mask_strip(m.keep, m.name, unicode=unicode) for m in (one, other)]
+    kept = [{i for i, k in enumerate(m.keep) if k} for m in (one, other)]
+    skipped = [set(range(len(m.keep))) - k for m, k in zip((one, other), kept, strict=True)]
+    both = skipped[0] & skipped[1]
+    lines.append(
+        f"skipped by both: {_numbers(both)} ({len(both)}); only by the first: {_numbers(skipped[0] - skipped[1])}; "
+        f"only by the second: {_numbers(skipped[1] - skipped[0])}"
+    )
+    lines.append(f"{'':{_WIDTH}}{'first':>12}{'second':>12}")
+    rows = [(name, one.details.get(name), other.details.get(name)) for name in ("cost", "kl", "tv", "agreement")]
+    rows += [
+        (f"{name} ({half} half)", _inner(one, half, name), _inner(other, half, name))
+        for half in ("search", "report")
+        for name in ("cost", "agreement")
+    ]
+    rows.append(("Delta", _inner(one, "tier", "delta"), _inner(other, "tier", "delta")))
+    lines += [f"{name:{_WIDTH}}{_number(a):>12}{_number(b):>12}" for name, a, b in rows if (a, b) != (None, None)]
+    texts = [m.details.get("calibration") for m in (one, other)]
+    if texts[0] != texts[1]:
+        lines.append("the two were scored on different text, so their figures can't be compared one to one")
+    return lines
+
+
+def _inner(mask: LayerMask, part: str, name: str) -> Any:
+    inner = mask.details.get(part)
+    return inner.get(name) if isinstance(inner, Mapping) else None
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "-"
+
+
+def _numbers(layers: set[int]) -> str:
+    return " ".join(map(str, sorted(layers))) or "none"
+
+
+def _table(details: Mapping[str, Any]) -> list[str]:
+    """Best, even-spaced and random masks on both halves."""
+    controls = details.get("controls") or {}
+    n = controls.get("random_masks", 0)
+    rows = [("best found", details)]
+    rows += [("even-spaced", controls["even"])] if controls.get("even") else []
+    rows += [(f"best of {n} random", controls["random_best"])] if controls.get("random_best") else []
+    rows += [(f"median of {n} random", controls["random_median"])] if controls.get("random_median") else []
+    lines = [
+        f"{'':{_WIDTH}}{'searching half':^30}{'reporting half':^30}",
+        f"{'':{_WIDTH}}" + _cells(("cost", "KL", "agree")) * 2,
+    ]
+    for name, halves in rows:
+        cells = [_figures(halves.get(half)) for half in ("search", "report")]
+        lines.append(f"{name:{_WIDTH}}{cells[0]}{cells[1]}".rstrip())
+    return lines
+
+
+def _figures(figures: Mapping[str, Any] | None) -> str:
+    names = ("cost", "kl", "agreement")
+    return _cells(tuple("-" if figures is None else _number(figures.get(n)) for n in names))
+
+
+def _cells(values: Sequence[str]) -> str:
+    return "".join(f"{v:>10}" for v in values)
