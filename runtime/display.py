@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STYLES = {"drafter": "green", "slim": "yellow", "full": "cyan"}
 _NAMES = {"drafter": "drafter", "slim": "slim verifier", "full": "full verifier"}
-_CELLS, _PLAIN_CELLS = ("■", "·"), ("#", ".")
+_CELLS, _PLAIN_CELLS = ("■", "·", "▀", "▄"), ("#", ".", "a", "m")
 
 
 def clean(text: str) -> str:
@@ -96,7 +96,9 @@ class Screen:
 
     def mask(self, mask: LayerMask, *, always: bool = False) -> None:
         """The layers a slim verifier keeps, as a strip of cells; once, unless `always`."""
-        strip = mask_strip(mask.keep, mask.name, unicode=self.err.encoding.lower().startswith("utf"))
+        strip = mask_strip(
+            mask.keep, mask.name, partial=dict(mask.partial), unicode=self.err.encoding.lower().startswith("utf")
+        )
         if always:
             self.say(strip)
         else:
@@ -164,11 +166,25 @@ def shares(stats: Counters) -> str:
     return ", ".join(f"{tier} {share:.0%}" for tier, share in stats.tier_share.items())
 
 
-def mask_strip(keep: Sequence[bool], name: str, *, unicode: bool = True) -> str:
-    """A mask as a strip of cells, kept and skipped."""
-    kept, skipped = _CELLS if unicode else _PLAIN_CELLS
-    cells = "".join(kept if k else skipped for k in keep)
-    return f"slim verifier [{cells}] runs {sum(keep)} of {len(keep)} layers ({name})"
+def mask_strip(
+    keep: Sequence[bool], name: str, *, partial: Mapping[int, str] | None = None, unicode: bool = True
+) -> str:
+    """A mask as a strip of cells: kept and skipped, and layers of which only attention or only the MLP runs.
+
+    Args:
+        keep: One flag a layer.
+        name: Name of the mask.
+        partial: Half that runs, by layer, of layers that run in part.
+        unicode: Whether the stream can show more than ASCII.
+    """
+    kept, skipped, attention, mlp = _CELLS if unicode else _PLAIN_CELLS
+    halves = partial or {}
+    cells = "".join(
+        kept if k else {"attention": attention, "mlp": mlp}.get(halves.get(i, ""), skipped) for i, k in enumerate(keep)
+    )
+    also = f" and half of {len(halves)}" if halves else ""
+    legend = f"; {attention} attention only, {mlp} MLP only" if halves else ""
+    return f"slim verifier [{cells}] runs {sum(keep)}{also} of {len(keep)} layers ({name}{legend})"
 
 
 def show_pairs(pairs: Sequence[PairSpec], screen: Screen) -> None:

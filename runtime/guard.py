@@ -73,11 +73,7 @@ class Guard:
     def __init__(self, config: GuardConfig | None = None, start: Mapping[str, Any] | None = None) -> None:
         self.config = config or GuardConfig()
         self._seeded = start is not None
-        self.estimator = (
-            LogisticEstimator.from_state(start)
-            if start is not None
-            else new_estimator()
-        )
+        self.estimator = LogisticEstimator.from_state(start) if start is not None else new_estimator()
 
     @property
     def ready(self) -> bool:

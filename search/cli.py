@@ -91,8 +91,14 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def default_output(target: str, n_layers: int, config: SearchConfig) -> str:
-    """Where the mask goes when nobody says: ``TARGET.skipN.json`` in this folder, N the number of skipped layers."""
-    return f"{as_file_name(Path(target).name)}.skip{round(config.skip * n_layers)}.json"
+    """Where the mask goes when nobody says: ``TARGET.skipN.json`` in this folder.
+
+    N is the number of skipped layers, or of half layers (``halvesN``).
+    """
+    skipped = (
+        f"halves{round(2 * config.skip * n_layers)}" if config.sublayers else f"skip{round(config.skip * n_layers)}"
+    )
+    return f"{as_file_name(Path(target).name)}.{skipped}.json"
 
 
 def _read(args: argparse.Namespace) -> int:
@@ -114,7 +120,7 @@ def _read(args: argparse.Namespace) -> int:
             f"the masks are for targets of {len(one.keep)} and {len(other.keep)} layers, which can't be compared"
         )
     if args.json:
-        skipped = [{i for i, k in enumerate(m.keep) if not k} for m in masks]
+        skipped = [set(range(len(m.keep))) - set(m.route.layers) for m in masks]
         print_json(
             {
                 "skipped_by_both": sorted(skipped[0] & skipped[1]),

@@ -29,6 +29,7 @@ class SearchConfig:
         tau: Scored tokens per half of the calibration text.
         prompts: Built-in questions to use at most, an even number; None uses as many as `tau` needs.
         gamma: Drafted tokens a block.
+        sublayers: Skip attention and MLP of a layer separately.
         calibration: ``self``, or a file.
         private_kv: Score with a cache of the slim path's own, for comparison.
         storage: Optuna storage, see `viasd.search.study.open_storage`; None is a journal file in the cache folder.
@@ -50,6 +51,7 @@ class SearchConfig:
     tau: int = TAU
     prompts: int | None = None
     gamma: int = 5
+    sublayers: bool = False
     calibration: str = "self"
     private_kv: bool = False
     storage: str | None = None

@@ -65,7 +65,7 @@ class Watch:
         if stage.progress is not None:
             best = stage.progress
             baseline = "" if best.baseline is None else f", even-spaced {best.baseline:.4f}"
-            strip = mask_strip([bool(k) for k in best.best], "best so far", unicode=self._unicode)
+            strip = mask_strip(best.route.keep, "best so far", partial=best.route.parts, unicode=self._unicode)
             self._panel = (f"best cost {best.best_cost:.4f}{baseline}", strip)
         if self._live is not None:
             self._live.update(self._drawn(stage, now))

@@ -15,7 +15,6 @@ import transformers
 import viasd
 from viasd.mask import LayerMask
 from viasd.pair import Pair
-from viasd.routes import Route
 from viasd.runtime.config import DecodingConfig
 from viasd.runtime.guard import GuardConfig
 from viasd.runtime.tiers import measure_tiers
@@ -23,7 +22,7 @@ from viasd.search import guardfit
 from viasd.search.calibration import Calibration, Passage
 from viasd.search.config import SearchConfig
 from viasd.search.outcome import Figures, figures_of, median_of, rank
-from viasd.search.proposals import Mask
+from viasd.search.proposals import Mask, SearchSpace
 from viasd.search.scorer import Score, Scorer
 
 _MODE = "via"  # the mode that masks are for
@@ -34,20 +33,25 @@ class Findings:
     """What the searching half says.
 
     Attributes:
+        space: The masks searched.
         best: Best mask.
         best_figures: Its figures.
-        even: The even-spaced mask.
-        even_figures: Its figures, or None where it was given up early.
+        even_figures: Those of the even-spaced mask, or None where it was given up early.
         controls: Figures of random masks.
         wanted: How many random masks there should be.
     """
 
+    space: SearchSpace
     best: Mask
     best_figures: Figures
-    even: Mask
     even_figures: Figures | None
     controls: Mapping[Mask, Figures]
     wanted: int
+
+    @property
+    def even(self) -> Mask:
+        """The even-spaced mask."""
+        return self.space.even()
 
     @property
     def random_best(self) -> Mask | None:
@@ -102,7 +106,7 @@ def details_of(
         reporter = scorer_of(pair, config, text.report)
         for wanted in {found.best: None, found.even: None, found.random_best: None}:
             if wanted is not None:
-                scores[wanted] = reporter.score(Route.of(wanted))
+                scores[wanted] = reporter.score(found.space.route(wanted))
         if not interrupted:
             tier = _tier(pair, config, mask)
             guard = _guard(pair, config, text, scorer, reporter, mask)

@@ -54,6 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     search = parser.add_argument_group("search")
     search.add_argument("--skip", type=float, metavar="X", help=f"share of the layers to skip (default {SKIP_RATIO})")
     search.add_argument("--trials", type=int, metavar="N", help=f"distinct masks to evaluate (default {TRIALS})")
+    search.add_argument(
+        "--sublayers", action="store_true", default=None, help="skip attention and MLP of a layer separately"
+    )
     search.add_argument("--theta", type=int, metavar="N", help="every N-th proposal is Bayesian (default 10)")
     search.add_argument("--refine", type=float, metavar="X", help="share of the others one swap from the best (0.5)")
     search.add_argument("--keep-prefix", type=int, metavar="N", help="keep the first N layers (default 1)")

@@ -63,7 +63,7 @@ class SearchOutcome:
         wanted: Distinct masks asked for (fewer than the user's where the space is smaller).
         pruned: Of the evaluated ones, those given up early.
         trace: Cost by step; None where pruned.
-        importance: Per layer, mean cost of the evaluated masks that skip it minus mean cost of those that keep it; None
+        importance: Per layer (or half layer: attention and MLP in turn), mean cost of the evaluated masks that skip it minus mean cost of those that keep it; None
             where one of the two kinds is missing.
         timing: Where the time went.
     """
@@ -78,6 +78,11 @@ class SearchOutcome:
     trace: tuple[float | None, ...]
     importance: tuple[float | None, ...]
     timing: Timing
+
+    @property
+    def sublayers(self) -> bool:
+        """Whether attention and MLP were skipped separately."""
+        return len(self.importance) > len(self.mask.keep)
 
     def as_json(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
@@ -124,7 +129,7 @@ def trace_of(trials: Iterable[FrozenTrial]) -> tuple[float | None, ...]:
 
 
 def importance_of(
-    trials: Iterable[FrozenTrial], controls: Mapping[Mask, Figures], n_layers: int
+    trials: Iterable[FrozenTrial], controls: Mapping[Mask, Figures], n_units: int
 ) -> tuple[float | None, ...]:
     """See `SearchOutcome.importance`; control masks count as evaluated ones."""
     costs: dict[Mask, float] = {mask: figures["cost"] for mask, figures in controls.items()}
@@ -132,12 +137,12 @@ def importance_of(
         mask = mask_in(trial)
         if mask is not None and trial.state == TrialState.COMPLETE:
             costs[mask] = float(trial.values[0])
-    return tuple(_contrast(costs, layer) for layer in range(n_layers))
+    return tuple(_contrast(costs, unit) for unit in range(n_units))
 
 
-def _contrast(costs: Mapping[Mask, float], layer: int) -> float | None:
-    skipped = [c for m, c in costs.items() if not m[layer]]
-    kept = [c for m, c in costs.items() if m[layer]]
+def _contrast(costs: Mapping[Mask, float], unit: int) -> float | None:
+    skipped = [c for m, c in costs.items() if not m[unit]]
+    kept = [c for m, c in costs.items() if m[unit]]
     return statistics.fmean(skipped) - statistics.fmean(kept) if skipped and kept else None
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from viasd.errors import OptionError
 from viasd.files import write_atomically
+from viasd.routes import PARTS
 from viasd.search.outcome import SearchOutcome
+from viasd.search.report import skipped_words
 
 _KEPT, _SKIPPED, _GREY = "#1f6f8b", "#e6e6e6", "#9a9a9a"
 
@@ -23,6 +25,14 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("--plot needs matplotlib, which is not installed: pip install viasd[plot]")
+
+
+def unit_flags(outcome: SearchOutcome) -> list[bool]:
+    """Whether each unit (layer, or half layer) runs."""
+    keep, parts = outcome.mask.keep, dict(outcome.mask.partial)
+    if not outcome.sublayers:
+        return list(keep)
+    return [kept or parts.get(i) == half for i, kept in enumerate(keep) for half in PARTS]
 
 
 def plot_outcome(outcome: SearchOutcome, path: str) -> None:
@@ -41,8 +51,8 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     figure = Figure(figsize=(9, 7), layout="constrained")
     trace, importance, strip = figure.subplots(3, 1, height_ratios=[3, 2.4, 0.5])
     details = outcome.mask.details
-    keep = outcome.mask.keep
-    figure.suptitle(f"{outcome.mask.pair}: {len(keep) - sum(keep)} of {len(keep)} layers skipped")
+    keep = unit_flags(outcome)
+    figure.suptitle(f"{outcome.mask.pair}: {skipped_words(outcome.mask)} skipped")
 
     steps = [i for i, cost in enumerate(outcome.trace) if cost is not None]
     costs = [cost for cost in outcome.trace if cost is not None]
@@ -68,7 +78,8 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     importance.set(ylabel="mean cost\nskipped - kept", xlim=(-0.6, len(values) - 0.4))
 
     strip.bar(range(len(values)), [1] * len(values), color=[_KEPT if k else _SKIPPED for k in keep], width=0.9)
-    strip.set(yticks=[], xlabel="layer (dark: run by the slim verifier)", xlim=(-0.6, len(values) - 0.4), ylim=(0, 1))
+    unit = "half layer (attention, MLP in turn; " if outcome.sublayers else "layer ("
+    strip.set(yticks=[], xlabel=f"{unit}dark: run by the slim verifier)", xlim=(-0.6, len(values) - 0.4), ylim=(0, 1))
     for side in strip.spines.values():
         side.set_visible(False)
 

@@ -123,11 +123,11 @@ class SearchSpace:
 
 
 class DimrSampler(BaseSampler):
-    """Optuna sampler of masks. Set `step` before every `study.ask`.
+    """Optuna sampler of masks. Set `step` before every proposal.
 
     A mask is a point of ``[0, 1]^units``: the units with the largest values are skipped, so every point is a mask of the
-    right size and Optuna's own TPE can model the points. What is stored is the mask's canonical point (0.75 skipped, 0.25
-    kept).
+    right size and Optuna's own TPE can model the points. TPE sees each evaluated mask as its canonical point (0.75 skipped,
+    0.25 kept), in a study in memory; the shared study holds the mask alone.
 
     Args:
         space: The masks.
@@ -140,13 +140,25 @@ class DimrSampler(BaseSampler):
         self.step = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._tpe = TPESampler(multivariate=True, seed=space.seed, n_startup_trials=1, constant_liar=True)
+            # No constant liar: it would write to a trial that does not exist yet, and no mask is tried twice anyway.
+            self._tpe = TPESampler(multivariate=True, seed=space.seed, n_startup_trials=1, constant_liar=False)
+        self._points: optuna.Study | None = None
+        self._seen: set[int] = set()  # numbers of the trials in it
         self._random = list(islice(space.random_masks("search"), trials))
         self._reserved = {self._random[o] for o in range(len(self._random)) if space.kind(o) == "random"}
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """See `dimensions`."""
+        return self.dimensions()
+
+    def dimensions(self) -> dict[str, BaseDistribution]:
         """One dimension per unit, all sampled together."""
         return {name_of(unit): FloatDistribution(0.0, 1.0) for unit in self.space.units}
+
+    def propose(self, study: optuna.Study) -> Mask:
+        """The mask for `step`."""
+        fresh = optuna.trial.create_trial(state=TrialState.RUNNING)
+        return self.mask(self.sample_relative(study, fresh, self.dimensions()))
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -192,8 +204,29 @@ class DimrSampler(BaseSampler):
             ranked = sorted(done, key=lambda t: (t.values[0], t.number))
             best = mask_in(ranked[0])
             return self._unseen(best or self.space.even(), known, rng)
-        proposal = self.mask(self._tpe.sample_relative(study, trial, dimensions) or self.point(self.space.even()))
+        point = self._tpe.sample_relative(self._modelled(done_or_pruned(trials)), trial, dimensions)
+        proposal = self.mask(point or self.point(self.space.even()))
         return proposal if self._free(proposal, known) else self._unseen(proposal, known, rng)
+
+    def _modelled(self, trials: Sequence[FrozenTrial]) -> optuna.Study:
+        """A study in memory that holds every evaluated mask as a point."""
+        if self._points is None:
+            self._points = optuna.create_study(direction="minimize")
+        for trial in sorted(trials, key=lambda t: t.number):
+            mask = mask_in(trial)
+            if mask is None or trial.number in self._seen:
+                continue
+            self._seen.add(trial.number)
+            self._points.add_trial(
+                optuna.trial.create_trial(
+                    state=trial.state,
+                    value=trial.value,
+                    params=self.point(mask),
+                    distributions=self.dimensions(),
+                    intermediate_values=trial.intermediate_values,
+                )
+            )
+        return self._points
 
     def _free(self, mask: Mask, known: set[Mask]) -> bool:
         return mask not in known and mask not in self._reserved and mask != self.space.even()
@@ -220,6 +253,11 @@ class DimrSampler(BaseSampler):
         if left is None:
             raise OptionError(f"all {self.space.size} masks of this size have been tried; ask for fewer trials")
         return left
+
+
+def done_or_pruned(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """The trials whose mask has been evaluated."""
+    return [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
 
 
 def name_of(unit: int) -> str:

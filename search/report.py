@@ -24,7 +24,7 @@ def outcome_report(outcome: SearchOutcome, *, unicode: bool = True) -> str:
     if outcome.interrupted:
         lines[0] += "; interrupted, the best so far"
     lines += mask_lines(outcome.mask, unicode=unicode)
-    if (text := importance_line(outcome.importance)) is not None:
+    if (text := importance_line(outcome.importance, sublayers=outcome.sublayers)) is not None:
         lines.append(text)
     timing = outcome.timing
     if timing.masks_per_minute is not None:
@@ -37,9 +37,18 @@ def outcome_report(outcome: SearchOutcome, *, unicode: bool = True) -> str:
     return "\n".join(lines)
 
 
+def skipped_words(mask: LayerMask) -> str:
+    """How much a mask skips."""
+    n = len(mask.keep)
+    skipped = n - sum(mask.keep)
+    if not mask.partial:
+        return f"{skipped} of {n} layers"
+    return f"{2 * (skipped - len(mask.partial)) + len(mask.partial)} of {2 * n} half layers"
+
+
 def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
     """A mask file in lines: strip, table of figures, verdicts; only what the file has."""
-    lines = [mask_strip(mask.keep, mask.name, unicode=unicode)]
+    lines = [mask_strip(mask.keep, mask.name, partial=dict(mask.partial), unicode=unicode)]
     details = mask.details
     if mask.target is not None:
         lines.append(f"target {mask.target.id}" + (f", searched for pair {mask.pair}" if mask.pair else ""))
@@ -117,9 +126,9 @@ def guard_line(found: Mapping[str, Any]) -> str:
     )
 
 
-def importance_line(importance: Sequence[float | None]) -> str | None:
+def importance_line(importance: Sequence[float | None], *, sublayers: bool = False) -> str | None:
     """The layers that are dearest and cheapest to skip."""
-    known = sorted(((v, i) for i, v in enumerate(importance) if v is not None), reverse=True)
+    known = sorted(((v, _unit(i, sublayers)) for i, v in enumerate(importance) if v is not None), reverse=True)
     if not known:
         return None
     n = min(_NAMED_LAYERS, len(known) // 2 or 1)
@@ -128,11 +137,14 @@ def importance_line(importance: Sequence[float | None]) -> str | None:
     return f"layers (mean cost where skipped minus where kept): dearest {dearest}; cheapest {cheapest}"
 
 
+def _unit(index: int, sublayers: bool) -> str:
+    return f"{index // 2} {'MLP' if index % 2 else 'attention'}" if sublayers else str(index)
+
+
 def compare_lines(one: LayerMask, other: LayerMask, *, unicode: bool = True) -> list[str]:
     """Two masks side by side."""
-    lines = [mask_strip(m.keep, m.name, unicode=unicode) for m in (one, other)]
-    kept = [{i for i, k in enumerate(m.keep) if k} for m in (one, other)]
-    skipped = [set(range(len(m.keep))) - k for m, k in zip((one, other), kept, strict=True)]
+    lines = [mask_strip(m.keep, m.name, partial=dict(m.partial), unicode=unicode) for m in (one, other)]
+    skipped = [set(range(len(m.keep))) - set(m.route.layers) for m in (one, other)]
     both = skipped[0] & skipped[1]
     lines.append(
         f"skipped by both: {_numbers(both)} ({len(both)}); only by the first: {_numbers(skipped[0] - skipped[1])}; "

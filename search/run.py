@@ -14,16 +14,17 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
+from viasd.errors import OptionError
 from viasd.files import cache_folder
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
-from viasd.routes import Route
 from viasd.search.calibration import Calibration, Passage, file_calibration, self_calibration
 from viasd.search.config import SearchConfig, name_of_study
 from viasd.search.findings import Findings, details_of, scorer_of
 from viasd.search.outcome import Figures, SearchOutcome, Timing, figures_of, importance_of, trace_of, trial_figures
 from viasd.search.proposals import DimrSampler, Mask, SearchSpace, mask_in, mask_text
-from viasd.search.study import Progress, Search, open_storage, open_study, storage_errors
+from viasd.search.storage import open_storage, storage_errors
+from viasd.search.study import Progress, Search, open_study
 
 _TEXT = "calibration"
 _CONTROL = "control:"
@@ -72,10 +73,7 @@ def search_mask(pair: Pair, config: SearchConfig, tell: Tell = lambda stage: Non
 
 def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     started = time.perf_counter()
-    n_layers = pair.target.n_layers
-    space = SearchSpace(
-        n_layers, round(config.skip * n_layers), config.keep_prefix, config.theta, config.refine, config.seed
-    )
+    space = _space(pair, config)
     sampler = DimrSampler(space, config.trials)
     text = None if config.calibration == "self" else file_calibration(pair, config.calibration, config.tau)
     setup = _setup(pair, config, space, text)
@@ -101,8 +99,10 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     if best is None:
         raise KeyboardInterrupt
     known = {m: trial_figures(t) for t in trials if t.state == TrialState.COMPLETE and (m := mask_in(t)) is not None}
-    mask = LayerMask(tuple(bool(k) for k in best[0]), name, pair.name, ModelIdentity.of(pair.target, pair.target_id))
-    findings = Findings(best[0], known[best[0]], space.even(), known.get(space.even()), controls, len(masks))
+    route = space.route(best[0])
+    target = ModelIdentity.of(pair.target, pair.target_id)
+    mask = LayerMask(route.keep, name, pair.name, target, partial=route.partial)
+    findings = Findings(space, best[0], known[best[0]], known.get(space.even()), controls, len(masks))
     tell(Stage("report", 0, 1))
     details = details_of(pair, config, text, scorer, mask, findings, len(trials), interrupted=interrupted)
     timing = Timing(
@@ -122,9 +122,21 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
         wanted=search.trials,
         pruned=sum(t.state == TrialState.PRUNED for t in trials),
         trace=trace_of(trials),
-        importance=importance_of(trials, controls, n_layers),
+        importance=importance_of(trials, controls, space.n_units),
         timing=timing,
     )
+
+
+def _space(pair: Pair, config: SearchConfig) -> SearchSpace:
+    if config.sublayers and not pair.target.runs_parts:
+        raise OptionError(
+            f"attention and MLP of {pair.target_id} can't be run separately (its family is not written out); leave out "
+            "--sublayers"
+        )
+    n_layers = pair.target.n_layers
+    units = n_layers * (2 if config.sublayers else 1)
+    n_skip = round(config.skip * units)
+    return SearchSpace(n_layers, n_skip, config.keep_prefix, config.theta, config.refine, config.seed, config.sublayers)
 
 
 def _setup(pair: Pair, config: SearchConfig, space: SearchSpace, text: Calibration | None) -> dict[str, Any]:
@@ -137,6 +149,7 @@ def _setup(pair: Pair, config: SearchConfig, space: SearchSpace, text: Calibrati
         "dtype": pair.dtype,
         "layers": space.n_layers,
         "n_skip": space.n_skip,
+        "sublayers": space.sublayers,
         "keep_prefix": space.keep_prefix,
         "theta": space.theta,
         "refine": space.refine,
@@ -175,7 +188,7 @@ def _score_controls(search: Search, masks: Sequence[Mask], tell: Tell) -> None:
         known = _known(search, masks)
         tell(Stage("controls", len(known), len(masks)))
         if mask not in known:
-            score = search.scorer.score(Route.of(mask))
+            score = search.scorer.score(search.sampler.space.route(mask))
             search.study.set_user_attr(_CONTROL + mask_text(mask), figures_of(score))
 
 

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import StorageInternalError
 from optuna.pruners import MedianPruner
-from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from viasd.errors import OptionError
-from viasd.files import make_folder
-from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text, name_of
+from viasd.routes import Route
+from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text
 from viasd.search.scorer import Score, Scorer
 
 SLOT = "step"
@@ -31,7 +25,6 @@ _WORKER = "worker"
 _SETUP = "setup"
 # A worker of another machine can't be asked whether it lives: its trial is given up after this long.
 _SILENT_SECONDS = 3600.0
-_UNCLAIMED_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _SCHEMA_ATTEMPTS = 6
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -45,7 +38,7 @@ class Progress:
         done: Masks evaluated so far, by all workers.
         trials: Masks wanted.
         cost: This mask's cost, or None where it was pruned.
-        best: Best mask so far.
+        route: Route of the best mask so far.
         best_cost: Its cost.
         baseline: Cost of the even-spaced mask.
     """
@@ -53,69 +46,9 @@ class Progress:
     done: int
     trials: int
     cost: float | None
-    best: Mask
+    route: Route
     best_cost: float
     baseline: float | None
-
-
-def open_storage(url: str) -> BaseStorage | str:
-    """An Optuna storage: ``journal:///path/file.log`` for a journal file, else any URL that Optuna knows.
-
-    Raises:
-        OptionError: If it can't be opened.
-    """
-    try:
-        if url.startswith("journal://"):
-            path = Path(url.removeprefix("journal://"))
-            if path.parent != Path():
-                make_folder(path.parent, OptionError)
-            return JournalStorage(JournalFileBackend(str(path)))
-        return _database(url)
-    except OptionError:
-        raise
-    except Exception as error:  # drivers raise their own kinds
-        raise OptionError(
-            f"can't open storage '{_shown(url)}' ({_reason(error, url)}); expected journal:///path/file.log or a URL such "
-            "as sqlite:///file.db or postgresql://user@host/database"
-        ) from error
-
-
-@contextmanager
-def storage_errors(url: str) -> Iterator[None]:
-    """Turns failures of a storage in use (a full disk, a database that went away) into one sentence.
-
-    Raises:
-        OptionError: If one happens inside.
-    """
-    try:
-        yield
-    except (OSError, StorageInternalError) as error:
-        raise OptionError(
-            f"storage '{_shown(url)}' failed ({_reason(error, url)}); what was evaluated before is kept there, and the same "
-            "command goes on from it"
-        ) from error
-
-
-def _shown(url: str) -> str:
-    """The URL without its password."""
-    return re.sub(r"(://[^/@:]*):[^/]*@", r"\1:***@", url)
-
-
-def _reason(error: Exception, url: str) -> str:
-    text = " ".join(str(error).replace(url, _shown(url)).split())
-    return f"{type(error).__name__}: {text[:200]}"
-
-
-def _database(url: str) -> BaseStorage:
-    """A database storage. Workers that start together on an empty database all try to make its tables."""
-    for attempt in range(_SCHEMA_ATTEMPTS):
-        try:
-            return optuna.storages.get_storage(url)
-        except (IntegrityError, ProgrammingError, OperationalError) as error:
-            if attempt + 1 == _SCHEMA_ATTEMPTS or "already exists" not in str(error):
-                raise
-            time.sleep(0.2 * (attempt + 1))  # another worker is making them
-    raise AssertionError("unreachable")
 
 
 def open_study(storage: BaseStorage | str, name: str, setup: dict[str, Any], sampler: DimrSampler) -> optuna.Study:
@@ -179,6 +112,7 @@ class Search:
         self.proposal_seconds = 0.0
         self.scoring_seconds = 0.0
         self.scored = 0  # masks that this worker evaluated
+        self._storage: BaseStorage = study._storage
         self._worker = f"{socket.gethostname()}:{os.getpid()}"
 
     def run(self) -> None:
@@ -216,8 +150,7 @@ class Search:
             elif trial.state == TrialState.RUNNING:
                 if self._alive(trial):
                     busy = True
-                    if SLOT in trial.user_attrs:
-                        taken.add(trial.user_attrs[SLOT])
+                    taken.add(trial.user_attrs[SLOT])
                 else:
                     self._fail(trial.number)
         free = next((s for s in range(self.trials) if s not in taken), None)
@@ -226,39 +159,45 @@ class Search:
     def _evaluate(self, step: int) -> None:
         started = time.perf_counter()
         self.sampler.step = step
-        trial = self.study.ask()
-        names = (name_of(unit) for unit in self.sampler.space.units)
-        mask = self.sampler.mask({name: trial.suggest_float(name, 0.0, 1.0) for name in names})
-        trial.set_user_attr(_WORKER, self._worker)
-        trial.set_user_attr(MASK_ATTR, mask_text(mask))
-        trial.set_user_attr(SLOT, step)
-        if self._contested(trial.number, step, mask):
-            self._fail(trial.number)
+        mask = self.sampler.propose(self.study)
+        trial_id = self._claim(step, mask)
+        number = self._storage.get_trial_number_from_id(trial_id)
+        if self._contested(number, step, mask):
+            self._fail(number)
             return
         self.proposal_seconds += time.perf_counter() - started
         started = time.perf_counter()
+        # Telling is skipped where another worker gave this one up for dead.
         try:
-            score: Score | None = self._score(trial, mask)
+            score = self._score(trial_id, mask)
         except optuna.TrialPruned:
-            self.study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+            self.study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
             score = None
         except BaseException:
-            self._fail(trial.number)
+            self._fail(number)
             raise
         else:
-            assert score is not None
             for name in ("kl", "tv", "agreement"):
-                trial.set_user_attr(name, getattr(score, name))
-            # Skipped where another worker gave this one up for dead.
-            self.study.tell(trial, score.cost, skip_if_finished=True)
+                self._storage.set_trial_user_attr(trial_id, name, getattr(score, name))
+            self.study.tell(number, score.cost, skip_if_finished=True)
         self.scoring_seconds += time.perf_counter() - started
         self.scored += 1
         self._report(score)
 
-    def _score(self, trial: optuna.Trial, mask: Mask) -> Score:
+    def _claim(self, step: int, mask: Mask) -> int:
+        """A running trial with everything that is known of it, in one write.
+
+        `Study.ask` and `suggest_float` would write every dimension on its own, each time waiting for the disk or the
+        database: with 92 of them that takes longer than choosing the mask.
+        """
+        attrs = {_WORKER: self._worker, MASK_ATTR: mask_text(mask), SLOT: step}
+        template = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=attrs)
+        return int(self._storage.create_new_trial(self.study._study_id, template_trial=template))
+
+    def _score(self, trial_id: int, mask: Mask) -> Score:
         def partial(group: int, cost: float) -> None:
-            trial.report(cost, group)
-            if trial.should_prune():
+            self._storage.set_trial_intermediate_value(trial_id, group, cost)
+            if self.study.pruner.prune(self.study, self._storage.get_trial(trial_id)):
                 raise optuna.TrialPruned
 
         return self.scorer.score(self.sampler.space.route(mask), partial)
@@ -278,9 +217,7 @@ class Search:
         """Whether the worker of a running trial still lives, as far as can be told from here."""
         age = time.time() - trial.datetime_start.timestamp() if trial.datetime_start else 0.0
         worker = trial.user_attrs.get(_WORKER)
-        if worker is None:
-            return age < _UNCLAIMED_SECONDS  # killed between asking and saying who it is
-        host, _, pid = worker.rpartition(":")
+        host, _, pid = str(worker).rpartition(":")
         if worker == self._worker:
             return False  # this worker evaluates one mask at a time: an older one of its own is dead
         if host != socket.gethostname() or age > _SILENT_SECONDS:
@@ -308,4 +245,13 @@ class Search:
             None,
         )
         done = sum(t.state in _FINISHED for t in trials)
-        self.tell(Progress(done, self.trials, None if score is None else score.cost, *best, baseline))
+        self.tell(
+            Progress(
+                done,
+                self.trials,
+                None if score is None else score.cost,
+                self.sampler.space.route(best[0]),
+                best[1],
+                baseline,
+            )
+        )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -328,10 +329,24 @@ def test_at_a_real_terminal(tmp_path: Path) -> None:
     os.write(terminal, b"hello [red] hello\n")
     answered = wait_for(b"tok/s")
     wait_for(b"> ", answered)
-    os.write(terminal, b"\x03")
-    wait_for(b"leaves", answered)
-    os.write(terminal, b"\x04")
-    _, status = os.waitpid(child, 0)
+    # What is typed before readline is ready is lost, so keys are pressed again until they have worked.
+    deadline = time.monotonic() + 60
+    while shown.find(b"leaves", answered) < 0:
+        assert time.monotonic() < deadline, shown
+        os.write(terminal, b"\x03")
+        if select.select([terminal], [], [], 5.0)[0]:
+            shown += os.read(terminal, 4096)
+    wait_for(b"> ", answered)
+    deadline, ended, status = time.monotonic() + 60, 0, 0
+    while not ended:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # the child may have closed the terminal already
+            os.write(terminal, b"\x04")
+        if select.select([terminal], [], [], 0.5)[0]:
+            with contextlib.suppress(OSError):
+                shown += os.read(terminal, 4096)
+        ended, status = os.waitpid(child, os.WNOHANG)
     assert os.waitstatus_to_exitcode(status) == 0, shown
     assert b"colours: " in shown
     assert b"\x1b[36m" in shown

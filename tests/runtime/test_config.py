@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiny import pair_of
 
 from viasd.errors import OptionError
-from viasd.pair import Pair
 from viasd.runtime.api import make_config
 from viasd.runtime.config import DecodingConfig, GenerationConfig, Plan, plan, thresholds_of
 from viasd.runtime.gates import Thresholds
@@ -119,14 +119,14 @@ def test_options_reach_their_place() -> None:
     assert make_config({}) == GenerationConfig()
 
 
-def test_a_config_and_single_options_exclude_each_other(lookup_pair: Pair) -> None:
+def test_a_config_and_single_options_exclude_each_other() -> None:
     import viasd
 
     with pytest.raises(OptionError, match=r"either config or single options.*'gamma'"):
-        viasd.generate(lookup_pair, [5], mask=None, config=GenerationConfig(), gamma=3)
+        viasd.generate(pair_of("llama"), [5], mask=None, config=GenerationConfig(), gamma=3)
 
 
-def test_bad_prompts_are_refused(lookup_pair: Pair) -> None:
+def test_bad_prompts_are_refused() -> None:
     import viasd
     from viasd.errors import ContextLengthError
 
@@ -140,16 +140,16 @@ def test_bad_prompts_are_refused(lookup_pair: Pair) -> None:
         ([{"role": "user"}], "must each have 'role' and 'content'"),
     ):
         with pytest.raises(OptionError, match=message):
-            viasd.generate(lookup_pair, prompt, mask=None)
+            viasd.generate(pair_of("llama"), prompt, mask=None)
     with pytest.raises(ContextLengthError, match=r"has 512 tokens, but .* takes 512 in all"):
-        viasd.generate(lookup_pair, [5] * 512, mask=None)
+        viasd.generate(pair_of("llama"), [5] * 512, mask=None)
 
 
-def test_an_answer_ends_at_the_context_length(lookup_pair: Pair) -> None:
+def test_an_answer_ends_at_the_context_length() -> None:
     import viasd
 
     for strategy in ("plain", "sd"):
-        result = viasd.generate(lookup_pair, [5] * 500, mask=None, strategy=strategy, ignore_eos=True)
+        result = viasd.generate(pair_of("llama"), [5] * 500, mask=None, strategy=strategy, ignore_eos=True)
         assert len(result.token_ids) == 12
         assert result.finish_reason == "length"
         assert any("limited to 12 tokens" in note for note in result.notes)

@@ -27,8 +27,10 @@ def reference(family: str, ids: list[int], n: int = N) -> list[int]:
 _REFERENCES: dict[Any, list[int]] = {}
 
 
-@pytest.mark.parametrize("strategy", LOSSLESS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "strategy"),
+    [(d, s) for d in DRAFTERS for s in LOSSLESS if d == "lookup" or s in ("sd", "chain2", "via-audited")],
+)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_and_drafter(family: str, drafter: str, strategy: str) -> None:
     result = generate(pair_of(family, drafter), prompt_ids(), max_new_tokens=N, **LOSSLESS[strategy])
@@ -40,12 +42,11 @@ def test_every_family_and_drafter(family: str, drafter: str, strategy: str) -> N
 @pytest.mark.parametrize("mask", ["even:0", "even:0.125", "even:0.25", "even:0.375", "even:0.5", "even:0.6"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_any_mask(drafter: str, mask: str) -> None:
-    for family in ("llama", "gemma2"):
-        for strategy in ("chain", "chain2", "via-audited"):
-            options = {**LOSSLESS[strategy], "mask": mask}
-            result = generate(pair_of(family, drafter), prompt_ids(), max_new_tokens=N, **options)
-            assert result.token_ids == reference(family, prompt_ids())
-            assert result.stats.slim_calls > 0
+    for strategy in ("chain2", "via-audited"):
+        options = {**LOSSLESS[strategy], "mask": mask}
+        result = generate(pair_of("gemma2", drafter), prompt_ids(), max_new_tokens=N, **options)
+        assert result.token_ids == reference("gemma2", prompt_ids())
+        assert result.stats.slim_calls > 0
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3, 4, 7, 16])
@@ -62,7 +63,7 @@ def test_any_gamma(strategy: str, gamma: int) -> None:
 def test_prompts_shorter_and_longer_than_the_window(family: str, text: str) -> None:
     ids = prompt_ids(text)
     for drafter in ("lookup", "self"):
-        for strategy in ("plain", "sd", "chain2"):
+        for strategy in ("sd", "chain2"):
             result = generate(pair_of(family, drafter), ids, max_new_tokens=N, **LOSSLESS[strategy])
             assert result.token_ids == reference(family, ids)
             assert result.prompt_tokens == len(ids)

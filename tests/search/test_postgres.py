@@ -22,7 +22,8 @@ WORKER = """
 import sys, time, torch
 from viasd.search.proposals import DimrSampler, SearchSpace
 from viasd.search.scorer import Score
-from viasd.search.study import Search, open_storage, open_study
+from viasd.search.storage import open_storage
+from viasd.search.study import Search, open_study
 
 class SlowScorer:
     def score(self, route, report):

@@ -78,7 +78,7 @@ def test_saving_and_loading_loses_nothing(tmp_path: Path) -> None:
         ({"layers": 9}, "'layers' says 9, but 'keep' has 8"),
         ({"layers": None}, "'layers' says None"),
         ({"keep": [0, 1], "layers": 2}, "skips the first layer"),
-        ({"sublayers": [[1, 0]]}, "attention and MLP separately"),
+        ({"sublayers": [[1, 0]]}, "'sublayers' must have 'attention' and 'mlp'"),
         ({"target": {"id": "x"}}, "'target' must have id, config and weights"),
         ({"target": "x"}, "'target' must have id, config and weights"),
     ],

@@ -1,0 +1,76 @@
+"""Where a study lives: a journal file, or whatever database Optuna knows; and its failures in one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import optuna
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+from viasd.errors import OptionError
+from viasd.files import make_folder
+
+
+def open_storage(url: str) -> BaseStorage | str:
+    """An Optuna storage: ``journal:///path/file.log`` for a journal file, else any URL that Optuna knows.
+
+    Raises:
+        OptionError: If it can't be opened.
+    """
+    try:
+        if url.startswith("journal://"):
+            path = Path(url.removeprefix("journal://"))
+            if path.parent != Path():
+                make_folder(path.parent, OptionError)
+            return JournalStorage(JournalFileBackend(str(path)))
+        return _database(url)
+    except OptionError:
+        raise
+    except Exception as error:  # drivers raise their own kinds
+        raise OptionError(
+            f"can't open storage '{_shown(url)}' ({_reason(error, url)}); expected journal:///path/file.log or a URL such "
+            "as sqlite:///file.db or postgresql://user@host/database"
+        ) from error
+
+
+@contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Turns failures of a storage in use (a full disk, a database that went away) into one sentence.
+
+    Raises:
+        OptionError: If one happens inside.
+    """
+    try:
+        yield
+    except (OSError, StorageInternalError) as error:
+        raise OptionError(
+            f"storage '{_shown(url)}' failed ({_reason(error, url)}); what was evaluated before is kept there, and the same "
+            "command goes on from it"
+        ) from error
+
+
+def _shown(url: str) -> str:
+    """The URL without its password."""
+    return re.sub(r"(://[^/@:]*):[^/]*@", r"\1:***@", url)
+
+
+def _reason(error: Exception, url: str) -> str:
+    text = " ".join(str(error).replace(url, _shown(url)).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _database(url: str) -> BaseStorage:
+    """A database storage. Workers that start together on an empty database all try to make its tables."""
+    for attempt in range(_SCHEMA_ATTEMPTS):
+        try:
+            return optuna.storages.get_storage(url)
+        except (IntegrityError, ProgrammingError, OperationalError) as error:
+            if attempt + 1 == _SCHEMA_ATTEMPTS or "already exists" not in str(error):
+                raise
+            time.sleep(0.2 * (attempt + 1))  # another worker is making them
+    raise AssertionError("unreachable")
