@@ -45,7 +45,11 @@ class Audit:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of one generation, or of several after `merge`; tokens past its end are in none of them.
+    """Counts of one generation, or of several after `merge`.
+
+    What was emitted (`emitted`, `by_tier`, `accepted`, `unseen`) never includes tokens past EOS, a stop string or the
+    limit. What was done (`drafted`, `gated`, `kept`, `rewrites`, calls) includes the part of the last block that such an
+    end cut off.
 
     Attributes:
         emitted: Tokens in the output.

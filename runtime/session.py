@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from viasd.runtime.strategies import (
     Workbench,
 )
 from viasd.runtime.target import Target, TieredTarget
-from viasd.runtime.textstream import TextStream
+from viasd.runtime.textstream import Piece, TextStream
 from viasd.runtime.tiers import measure_tiers
 from viasd.sampling import Sampler
 
@@ -58,10 +58,18 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Ending:
-    """Where an answer ends: token limit and end-of-sequence tokens."""
+    """Where an answer ends.
+
+    Attributes:
+        room: Token limit.
+        eos: End-of-sequence tokens.
+        keep: Sees a round's tokens before they are committed and says how many of them stay (fewer where a stop string
+            was completed) and whether the answer ends there; None keeps all.
+    """
 
     room: int
     eos: frozenset[int]
+    keep: Callable[[list[int]], tuple[int, bool]] | None = None
 
 
 def rounds(
@@ -76,8 +84,8 @@ def rounds(
     """Runs a strategy to the end of an answer, committing its tokens to `tokens`.
 
     Yields:
-        Each round's emission cut at the end of the answer, and the reason if this is the last: ``eos`` or ``length``.
-        Closing the generator (a stop string) leaves `tokens` as committed.
+        Each round's emission cut at the end of the answer, and the reason if this is the last: ``eos``, ``stop`` or
+        ``length``.
     """
     left = ending.room
     if drafter is not None:
@@ -85,6 +93,10 @@ def rounds(
     while True:
         emission = strategy.round(tokens, left)
         emission, reason = cut(emission, left, ending.eos)
+        if ending.keep is not None:
+            kept, stopped = ending.keep(emission.tokens)
+            emission = shortened(emission, kept)
+            reason = "stop" if stopped else reason
         n = len(emission.tokens)
         sampler.commit(tokens, emission.tokens, emission.logits)
         tokens.extend(emission.tokens)
@@ -176,28 +188,30 @@ class Session:
         self.guard = guard
         self._strategy = self._make_strategy()
         self._text = TextStream(pair.tokenizer, () if chat else self.prompt, tuple(config.stop))
+        self._pieces: list[Piece] = []
         self.result: Result | None = None
 
     def __iter__(self) -> Iterator[Event]:
         # Inference mode is entered around each round and not around a yield: whoever holds the iterator keeps their own.
         counters, tokens = self.counters, list(self.prompt)
         started = time.perf_counter()
-        ending = Ending(self._limit, frozenset() if self.config.ignore_eos else self.pair.eos_ids)
+        if self.result is not None:
+            raise OptionError("a session makes one answer, and this one has been made; start another")
+        eos = frozenset() if self.config.ignore_eos else self.pair.eos_ids
+        ending = Ending(self._limit, eos, self._take)
         steps = rounds(self._strategy, self._target, self._drafter, self._sampler, tokens, ending, counters)
         produced: list[int] = []
         tiers: list[str] = []
         text = ""
         reason: str | None = None
+        complete = False
         try:
             with torch.inference_mode():
                 self._target.prefill(tokens[:-1])
             while reason is None:
                 with torch.inference_mode():
                     emission, reason = next(steps)
-                pieces = self._text.push(emission.tokens)
-                if self._text.stopped_at is not None:
-                    reason = "stop"
-                emission = shortened(emission, self._text.consumed)
+                pieces = self._pieces
                 produced += emission.tokens
                 tiers += emission.tiers
                 self._count(emission, started)
@@ -208,15 +222,21 @@ class Session:
                     yield Event(piece.text, emission.tokens[position:end], emission.tiers[end - 1], counters)
                     position = end
             rest = self._text.finish()
+            text += rest
+            complete = True
             if rest:
-                text += rest
                 yield Event(rest, [], tiers[-1], counters)
         finally:
-            if reason is None:
+            if not complete:
                 # Interrupted: what a stop string or a character might have needed belongs to the answer now.
                 text += self._text.finish()
             self._count_seconds(started)
             self.result = self._finish(text, produced, tiers, reason or "interrupted")
+
+    def _take(self, tokens: list[int]) -> tuple[int, bool]:
+        """A round's tokens as text, up to the one that completes a stop string."""
+        self._pieces = self._text.push(tokens)
+        return self._text.consumed, self._text.stopped_at is not None
 
     def _settle(self) -> Plan:
         config = self.config.decoding

@@ -17,7 +17,7 @@ from viasd.routes import Route
 from viasd.runtime.metrics import Counters
 
 # A prompt is run in pieces of this many tokens, so that activations stay small however long it is.
-_PREFILL_CHUNK = 1024
+PREFILL_CHUNK = 1024
 
 
 class Target(Protocol):
@@ -77,8 +77,8 @@ class TieredTarget:
     def prefill(self, tokens: Sequence[int]) -> None:
         """Runs the full path over a prompt in pieces, without reading out any of it."""
         with self._timed("prefill"):
-            for start in range(self.kv.full_len, len(tokens), _PREFILL_CHUNK):
-                self._run_full(tokens[: start + _PREFILL_CHUNK])
+            for start in range(self.kv.full_len, len(tokens), PREFILL_CHUNK):
+                self._run_full(tokens[: start + PREFILL_CHUNK])
 
     def full(self, tokens: Sequence[int], rows: int) -> Tensor:
         """See `Target`. Starts at the full watermark and writes over whatever the slim path left above it."""

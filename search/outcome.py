@@ -63,8 +63,8 @@ class SearchOutcome:
         wanted: Distinct masks asked for (fewer than the user's where the space is smaller).
         pruned: Of the evaluated ones, those given up early.
         trace: Cost by step; None where pruned.
-        importance: Per layer (or half layer: attention and MLP in turn), mean cost of the evaluated masks that skip it minus mean cost of those that keep it; None
-            where one of the two kinds is missing.
+        importance: Per layer (or half layer: attention and MLP in turn), mean cost of the evaluated masks that skip it minus
+            mean cost of those that keep it; None where one of the two kinds is missing.
         timing: Where the time went.
     """
 

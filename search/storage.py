@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from viasd.errors import OptionError
 from viasd.files import make_folder
+
+_SCHEMA_ATTEMPTS = 6
 
 
 def open_storage(url: str) -> BaseStorage | str:
@@ -27,6 +31,7 @@ def open_storage(url: str) -> BaseStorage | str:
             path = Path(url.removeprefix("journal://"))
             if path.parent != Path():
                 make_folder(path.parent, OptionError)
+            _mend(path)
             return JournalStorage(JournalFileBackend(str(path)))
         return _database(url)
     except OptionError:
@@ -62,6 +67,25 @@ def _shown(url: str) -> str:
 def _reason(error: Exception, url: str) -> str:
     text = " ".join(str(error).replace(url, _shown(url)).split())
     return f"{type(error).__name__}: {text[:200]}"
+
+
+def _mend(path: Path) -> None:
+    """Cuts off half a line that a full disk or a killed worker left at the end: the next one would be glued to it.
+
+    Under the lock of all writers, so that nobody is in the middle of a line.
+    """
+    if not path.exists():
+        return
+    lock = JournalFileSymlinkLock(str(path))
+    lock.acquire()
+    try:
+        with open(path, "rb+") as stream:
+            content = stream.read()
+            end = content.rfind(b"\n") + 1
+            if end < len(content):
+                stream.truncate(end)
+    finally:
+        lock.release()
 
 
 def _database(url: str) -> BaseStorage:

@@ -22,11 +22,11 @@ from viasd.search.scorer import Score, Scorer
 
 SLOT = "step"
 _WORKER = "worker"
+_STARTED = "started"
 _SETUP = "setup"
 # A worker of another machine can't be asked whether it lives: its trial is given up after this long.
 _SILENT_SECONDS = 3600.0
 _POLL_SECONDS = 0.2
-_SCHEMA_ATTEMPTS = 6
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -167,19 +167,19 @@ class Search:
             return
         self.proposal_seconds += time.perf_counter() - started
         started = time.perf_counter()
+        score: Score | None = None
         # Telling is skipped where another worker gave this one up for dead.
         try:
-            score = self._score(trial_id, mask)
+            found = score = self._score(trial_id, mask)
         except optuna.TrialPruned:
             self.study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
-            score = None
         except BaseException:
             self._fail(number)
             raise
         else:
             for name in ("kl", "tv", "agreement"):
-                self._storage.set_trial_user_attr(trial_id, name, getattr(score, name))
-            self.study.tell(number, score.cost, skip_if_finished=True)
+                self._storage.set_trial_user_attr(trial_id, name, getattr(found, name))
+            self.study.tell(number, found.cost, skip_if_finished=True)
         self.scoring_seconds += time.perf_counter() - started
         self.scored += 1
         self._report(score)
@@ -190,7 +190,7 @@ class Search:
         `Study.ask` and `suggest_float` would write every dimension on its own, each time waiting for the disk or the
         database: with 92 of them that takes longer than choosing the mask.
         """
-        attrs = {_WORKER: self._worker, MASK_ATTR: mask_text(mask), SLOT: step}
+        attrs = {_WORKER: self._worker, _STARTED: time.time(), MASK_ATTR: mask_text(mask), SLOT: step}
         template = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=attrs)
         return int(self._storage.create_new_trial(self.study._study_id, template_trial=template))
 
@@ -215,7 +215,8 @@ class Search:
 
     def _alive(self, trial: FrozenTrial) -> bool:
         """Whether the worker of a running trial still lives, as far as can be told from here."""
-        age = time.time() - trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+        # Not the trial's own start: databases keep it in the local time of some machine.
+        age = time.time() - trial.user_attrs.get(_STARTED, 0.0)
         worker = trial.user_attrs.get(_WORKER)
         host, _, pid = str(worker).rpartition(":")
         if worker == self._worker:

@@ -48,6 +48,7 @@ class Step:
         self.positions = torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in self.segments])[
             None
         ]
+        self.windows: dict[int, int | None] = {}  # sliding window that each layer's module asked for, by layer index
         self._views: list[tuple[Tensor, Tensor]] = []
         self._masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
 
@@ -132,6 +133,7 @@ def attention(
     for name in ("s_aux", "sinks", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses attention with '{name}', which is not supported")
+    viasd_step.windows[getattr(module, "layer_idx", -1)] = sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(viasd_step, query, viasd_step.views(), scale, sliding_window, softcap), None
 

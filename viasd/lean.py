@@ -92,6 +92,7 @@ class LeanLayer:
             query, key = self._query_norm(query), self._key_norm(key)
         both = _rotate(torch.cat((query, key), dim=1), rotary)  # [n, H + H_kv, D]
         heads = query.shape[1]
+        step.windows[self._index] = self._window
         views = step.store(self._index, both[:, heads:].transpose(0, 1), value.transpose(0, 1))
         out = attend(step, both[:, :heads].transpose(0, 1)[None], views, self._scaling, self._window, self._softcap)
         return product(out.reshape(1, n, -1), attn.o_proj)

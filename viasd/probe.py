@@ -51,6 +51,7 @@ def probe(layered: LayeredModel) -> float:
     ids = [(7 + 31 * i) % rows for i in range(_PROBE_TOKENS)]
     reference, inputs = _own_forward(layered, ids)
     layered.embed_scale = _embedding_scale(layered, ids, inputs[0])
+    _check_windows(layered, ids)
     tolerance = _TOLERANCE.get(layered.dtype, 0.10)
     worst = 0.0
     for pieces in ([_PROBE_TOKENS], [_PROBE_SPLIT, _PROBE_TOKENS - _PROBE_SPLIT]):
@@ -120,6 +121,27 @@ def _embedding_scale(layered: LayeredModel, ids: list[int], first_input: Tensor)
         f"{layered.name} changes its embeddings before the first layer in a way that is not known here "
         "(neither unchanged nor scaled); this architecture can't be driven layer by layer"
     )
+
+
+def _check_windows(layered: LayeredModel, ids: list[int]) -> None:
+    """Every layer must ask for the window that its config names: a short prompt crosses none, so no logit would tell.
+
+    A family that keeps its window in the mask alone, which we build ourselves, would be wrong beyond it.
+    """
+    step = layered.step([Segment(layered.new_kv(), 0, len(ids))])
+    layered.run(layered.embed(ids), range(layered.n_layers), step)
+    config = layered.config
+    typed = getattr(config, "layer_types", None) is not None
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    for index, kind in enumerate(layered.layer_types[: layered.n_layers]):
+        expected = window if kind == "sliding_attention" or not typed else None
+        if step.windows.get(index) != expected:
+            raise UnsupportedModelError(
+                f"{layered.name}: layer {index} attends within a window of {step.windows.get(index)} by its module and of "
+                f"{expected} by the config; this architecture would be wrong beyond the window"
+            )
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:

@@ -12,7 +12,7 @@ from viasd.layered import LayeredModel
 from viasd.runtime.drafters.base import Draft
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.metrics import Counters
-from viasd.runtime.target import Stopwatch
+from viasd.runtime.target import PREFILL_CHUNK, Stopwatch
 from viasd.sampling import Ahead
 
 
@@ -42,7 +42,8 @@ class ModelDrafter:
         self._stop_tokens = stop_tokens
 
     def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
-        """See `Drafter`."""
+        """See `Drafter`. Beyond its own context, which may be shorter than the target's, it proposes nothing."""
+        limit = min(limit, self.model.context_length - len(tokens))
         with Stopwatch(self._counters.seconds_by_tier, "drafter", self.model.device):
             return draft_stepwise(
                 self._forward,
@@ -61,10 +62,16 @@ class ModelDrafter:
     settle = rewind
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
+        """Raw logits ``[V]`` after the last of `tokens`, which follow what has been run; a prompt goes in pieces."""
+        self._counters.drafter_calls += 1
+        self._counters.drafter_tokens_fed += len(tokens)
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            hidden = self._run(tokens[start : start + PREFILL_CHUNK])
+        return self.model.readout(hidden[:, -1:])[0]
+
+    def _run(self, tokens: Sequence[int]) -> Tensor:
         kv, model = self.kv, self.model
         step = model.step([Segment(kv, kv.full_len, len(tokens))])
         hidden, _ = model.run(model.embed(tokens), range(model.n_layers), step)
         kv.full_len = kv.slim_len = kv.full_len + len(tokens)
-        self._counters.drafter_calls += 1
-        self._counters.drafter_tokens_fed += len(tokens)
-        return model.readout(hidden[:, -1:])[0]
+        return hidden

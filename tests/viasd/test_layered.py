@@ -16,7 +16,7 @@ from viasd.attention import Segment
 from viasd.errors import OptionError, UnsupportedModelError, ViasdError
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
-from viasd.probe import load_layered
+from viasd.probe import load_layered, probe
 from viasd.testing import FAMILIES, tiny_model
 
 
@@ -292,3 +292,13 @@ def test_loading_and_refusing_leave_the_model_as_it_was() -> None:
     with pytest.raises(ViasdError):
         load_layered(hf)
     assert_untouched(hf, before)
+
+
+def test_a_window_that_lives_in_the_mask_alone_is_refused() -> None:
+    model = tiny_model("mistral")
+    model.config.sliding_window = None
+    layered = LayeredModel(model)
+    model.config.sliding_window = 8
+    # What the lean layers read at their making now differs from the config, as in a family whose modules know no window.
+    with pytest.raises(UnsupportedModelError, match="layer 0 attends within a window of None by its module and of 8"):
+        probe(layered)
