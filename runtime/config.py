@@ -136,7 +136,7 @@ def plan(config: DecodingConfig, *, has_mask: bool, has_drafter: bool = True) ->
         if not has_mask:
             reason = (
                 "no mask for this target, so there is no slim verifier: decoding with two tiers, lossless "
-                "(--mask even:0.45 makes an evenly spaced one; viasd-search will find better ones)"
+                "(viasd-search finds one; --mask even:0.45 makes an evenly spaced one)"
             )
     if strategy == "cascade":
         if not has_mask:

@@ -52,7 +52,7 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     trace, importance, strip = figure.subplots(3, 1, height_ratios=[3, 2.4, 0.5])
     details = outcome.mask.details
     keep = unit_flags(outcome)
-    figure.suptitle(f"{outcome.mask.pair}: {skipped_words(outcome.mask)} skipped")
+    figure.suptitle(f"{outcome.mask.pair}: {skipped_words(outcome)} skipped")
 
     steps = [i for i, cost in enumerate(outcome.trace) if cost is not None]
     costs = [cost for cost in outcome.trace if cost is not None]

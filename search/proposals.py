@@ -92,9 +92,14 @@ class SearchSpace:
         return math.comb(len(self.units), self.n_skip)
 
     def even(self) -> Mask:
-        """Skips spread evenly over the units."""
-        n = len(self.units)
-        return self.mask_of({self.units[int((i + 0.5) * n / self.n_skip)] for i in range(self.n_skip)})
+        """Skips spread evenly over the layers; of half layers whole ones, and one attention where the number is odd."""
+        if not self.sublayers:
+            return self.mask_of(_spread(self.units, self.n_skip))
+        layers = _spread(range(self.keep_prefix, self.n_layers - 1), self.n_skip // 2)
+        skipped = {2 * layer + half for layer in layers for half in (0, 1)}
+        if self.n_skip % 2:
+            skipped.add(next(u for u in self.units if u not in skipped))
+        return self.mask_of(skipped)
 
     def mask_of(self, skipped: set[int]) -> Mask:
         """The mask that skips exactly these units."""
@@ -120,6 +125,10 @@ class SearchSpace:
             return "random"  # nothing worth refining yet
         # An exact share in every stretch, whatever the number of trials.
         return "refine" if int((step + 1) * self.refine) > int(step * self.refine) else "random"
+
+
+def _spread(units: range, n: int) -> set[int]:
+    return {units[int((i + 0.5) * len(units) / n)] for i in range(n)}
 
 
 class DimrSampler(BaseSampler):

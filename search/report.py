@@ -15,10 +15,7 @@ _WIDTH = 24
 
 def outcome_report(outcome: SearchOutcome, *, unicode: bool = True) -> str:
     """The report of a search."""
-    kept = len(outcome.mask.keep) - sum(outcome.mask.keep)
-    lines = [
-        f"{outcome.trials} of {outcome.wanted} masks that skip {kept} of {len(outcome.mask.keep)} layers evaluated"
-    ]
+    lines = [f"{outcome.trials} of {outcome.wanted} masks that skip {skipped_words(outcome)} evaluated"]
     if outcome.pruned:
         lines[0] += f" ({outcome.pruned} given up early)"
     if outcome.interrupted:
@@ -37,13 +34,13 @@ def outcome_report(outcome: SearchOutcome, *, unicode: bool = True) -> str:
     return "\n".join(lines)
 
 
-def skipped_words(mask: LayerMask) -> str:
-    """How much a mask skips."""
-    n = len(mask.keep)
+def skipped_words(outcome: SearchOutcome) -> str:
+    """How much every mask of a search skips."""
+    mask, n = outcome.mask, len(outcome.mask.keep)
     skipped = n - sum(mask.keep)
-    if not mask.partial:
-        return f"{skipped} of {n} layers"
-    return f"{2 * (skipped - len(mask.partial)) + len(mask.partial)} of {2 * n} half layers"
+    return (
+        f"{2 * skipped - len(mask.partial)} of {2 * n} half layers" if outcome.sublayers else f"{skipped} of {n} layers"
+    )
 
 
 def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:

@@ -65,9 +65,11 @@ class ModelDrafter:
         """Raw logits ``[V]`` after the last of `tokens`, which follow what has been run; a prompt goes in pieces."""
         self._counters.drafter_calls += 1
         self._counters.drafter_tokens_fed += len(tokens)
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            hidden = self._run(tokens[start : start + PREFILL_CHUNK])
-        return self.model.readout(hidden[:, -1:])[0]
+        done = 0
+        while len(tokens) - done > PREFILL_CHUNK:
+            self._run(tokens[done : done + PREFILL_CHUNK])
+            done += PREFILL_CHUNK
+        return self.model.readout(self._run(tokens[done:])[:, -1:])[0]
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         kv, model = self.kv, self.model

@@ -78,7 +78,7 @@ def test_both_attention_kernels(kernel: str) -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("viasd.runtime.target._PREFILL_CHUNK", 7)
+    monkeypatch.setattr("viasd.runtime.target.PREFILL_CHUNK", 7)
     for strategy in ("sd", "chain"):
         result = generate(pair_of("gemma2", "self"), prompt_ids(), max_new_tokens=N, **LOSSLESS[strategy])
         assert result.token_ids == reference("gemma2", prompt_ids())

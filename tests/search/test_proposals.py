@@ -83,6 +83,14 @@ def test_half_layers_become_routes() -> None:
     assert len(proposed(space, 6)) == space.size == 6
 
 
+@pytest.mark.parametrize("n_skip", [1, 2, 7, 12])
+def test_the_even_baseline_of_half_layers_skips_whole_ones(n_skip: int) -> None:
+    space = SearchSpace(8, n_skip, sublayers=True)
+    mask = space.even()
+    assert mask.count(0) == n_skip
+    assert len(space.route(mask).parts) == n_skip % 2
+
+
 @pytest.mark.parametrize("bad", [{"n_skip": 0}, {"n_skip": 15}, {"keep_prefix": 0}, {"theta": 0}, {"refine": 1.5}])
 def test_impossible_spaces_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=r"must be|not possible"):

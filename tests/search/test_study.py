@@ -103,7 +103,7 @@ def wait_for_masks(url: str, n: int) -> Any:
 
 
 def test_two_worker_processes_share_the_masks_and_one_survives_the_other(url: str) -> None:
-    victim, other = (worker(url, TRIALS, 0.2) for _ in range(2))
+    victim, other = (worker(url, TRIALS, 0.1) for _ in range(2))
     run = wait_for_masks(url, 6)
     victim.send_signal(signal.SIGKILL)
     victim.wait()

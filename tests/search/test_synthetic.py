@@ -1,0 +1,55 @@
+"""Targets whose redundancy is known: the search must find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from tiny import tokenizer
+
+import viasd
+from viasd.search.config import SearchConfig
+from viasd.search.run import search_mask
+from viasd.testing import redundant_model
+
+IDLE = (2, 3, 7, 9, 10, 13)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize(("family", "rest"), [("llama", 0.0), ("gemma3", 0.0), ("llama", 0.01)])
+def test_layers_that_do_nothing_are_found_in_a_deep_target(family: str, rest: float) -> None:
+    # With norms behind its halves, a layer of Gemma that adds a little of something adds all of it.
+    model = redundant_model(IDLE, family, rest=rest, num_hidden_layers=16, scale=6.0)
+    pair = viasd.make_pair(model, tokenizer())
+    outcome = search_mask(pair, SearchConfig(skip=len(IDLE) / 16, trials=120, tau=64, controls=120))
+    skipped = tuple(i for i, k in enumerate(outcome.mask.keep) if not k)
+    assert skipped == IDLE
+    details = outcome.mask.details
+    assert details["report"]["cost"] == pytest.approx(0, abs=1e-4)
+    assert details["report"]["agreement"] >= (0.95 if rest else 1)
+    assert details["beats_random"] is True
+    assert details["controls"]["random_best"]["report"]["cost"] > details["report"]["cost"]
+    # The layers' importance says the same on the whole.
+    known = {i: v for i, v in enumerate(outcome.importance) if v is not None}
+    assert fmean(known[i] for i in IDLE) < fmean(v for i, v in known.items() if i not in IDLE)
+
+
+def test_half_layers_that_do_nothing_are_found() -> None:
+    model = redundant_model((), num_hidden_layers=8, scale=6.0)
+    with torch.no_grad():
+        for layer in (1, 4):
+            model.model.layers[layer].self_attn.o_proj.weight.zero_()
+        for layer in (3, 4):
+            model.model.layers[layer].mlp.down_proj.weight.zero_()
+    pair = viasd.make_pair(model, tokenizer())
+    config = SearchConfig(skip=4 / 16, trials=100, tau=64, sublayers=True, controls=0)
+    outcome = search_mask(pair, config)
+    assert outcome.mask.partial == ((1, "mlp"), (3, "attention"))
+    assert outcome.mask.keep == (True, False, True, False, False, True, True, True)
+    assert outcome.mask.details["report"]["agreement"] == 1
