@@ -102,10 +102,16 @@ def stream(
     """
     if config is not None and options:
         raise OptionError(f"give either config or single options, but got both (option '{next(iter(options))}')")
+    config = config or make_config(options)
+    decoding = config.decoding
+    if mask not in (None, "auto", "none") and (decoding.strategy in ("plain", "sd") or decoding.tiers == "2"):
+        raise OptionError(
+            "a mask is for a slim verifier, which this strategy does not have; leave out the mask, or use strategy cascade"
+        )
     if isinstance(mask, str):
         mask = resolve_mask(mask, pair.target.n_layers, pair.name)
     chat = check_prompt_kind(prompt)
-    return Stream(Session(pair, pair.encode(prompt), config or make_config(options), mask=mask, guard=guard, chat=chat))
+    return Stream(Session(pair, pair.encode(prompt), config, mask=mask, guard=guard, chat=chat))
 
 
 def generate(

@@ -116,6 +116,8 @@ class Chat:
                     return
                 if self._handle(line):
                     interrupts = 1
+            except UnicodeError:
+                self._screen.note("that line is not UTF-8 text; nothing was sent")
             except EOFError:
                 self._screen.say("")
                 return

@@ -16,8 +16,8 @@ from viasd.runtime.target import TieredTarget
 from viasd.sampling import Sampler, SamplingConfig
 
 # A pass over several tokens sums in another order than one over a single token. Differences of this many units of the
-# dtype's precision at the size of the largest logit are rounding; fp32 errors grow over far more of their small units.
-_UNITS = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 200.0}
+# dtype's precision at the size of the winning logit are rounding; fp32 errors grow over far more of their small units.
+_UNITS = {torch.bfloat16: 3.0, torch.float16: 3.0, torch.float32: 200.0}
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def compare_with_plain(pair: Pair, prompt_ids: Sequence[int], result: Result, sa
                 disagreed += 1
                 if first is None:
                     gap = float(row[greedy] - row[token])
-                    scale = float(row[torch.isfinite(row)].abs().max())
-                    units = _UNITS.get(pair.target.dtype, 8.0)
+                    scale = abs(float(row[greedy]))
+                    units = _UNITS.get(pair.target.dtype, 3.0)
                     near = gap <= units * torch.finfo(pair.target.dtype).eps * scale
                     first = (index, token, greedy, gap, near)
             tokens.append(token)

@@ -15,7 +15,6 @@ GATES = ("guarded", "ratio")
 TIERS = ("auto", "2", "3")
 
 GAMMA = 5  # block length of the paper
-BOUNDED_ALPHA = 0.1
 SELF_SKIP = 0.6
 
 
@@ -121,7 +120,7 @@ class Plan:
         return self.mode == "lossless"
 
 
-def plan(config: DecodingConfig, *, has_mask: bool, has_drafter: bool = True) -> Plan:
+def plan(config: DecodingConfig, *, has_mask: bool) -> Plan:
     """Settles strategy and mode, before `--tiers auto` may still drop the slim tier.
 
     Raises:

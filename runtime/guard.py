@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from viasd.errors import OptionError
+from viasd.errors import MaskError, OptionError
 from viasd.estimator import Array, EstimatorConfig, LogisticEstimator, logit_of_max
 from viasd.runtime.drafters.base import Draft
 from viasd.runtime.gates import Decision, RatioGate, Thresholds
@@ -74,6 +74,11 @@ class Guard:
         self.config = config or GuardConfig()
         self._seeded = start is not None
         self.estimator = LogisticEstimator.from_state(start) if start is not None else new_estimator()
+        if len(self.estimator.slopes) != len(FEATURES):
+            raise MaskError(
+                f"the mask's guard has {len(self.estimator.slopes)} coefficients, but this version uses {len(FEATURES)}; "
+                "search the mask anew, or remove its 'guard' entry"
+            )
 
     @property
     def ready(self) -> bool:

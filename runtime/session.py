@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from viasd.draws import Draws, SeededDraws
-from viasd.errors import OptionError
+from viasd.errors import LoadError, OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.config import GenerationConfig, Plan, thresholds_of
 from viasd.runtime.config import plan as settle_plan
 from viasd.runtime.drafters import Drafter, LookupDrafter, ModelDrafter, SelfDrafter
-from viasd.runtime.gates import Gate, RatioGate
+from viasd.runtime.gates import Gate, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
 from viasd.runtime.metrics import Counters
 from viasd.runtime.result import Result, describe_loss
@@ -167,10 +168,11 @@ class Session:
         self.prompt = pair.encode(prompt_ids)
         self.notes: list[str] = []
         self.mask = mask
+        self._mask_warning: str | None = None
         if mask is not None:
-            warning = mask.check(pair.target, pair.target_id)
-            if warning:
-                self.notes.append(warning)
+            self._mask_warning = mask.check(pair.target, pair.target_id)
+            if self._mask_warning:
+                self.notes.append(self._mask_warning)
         self.plan = self._settle()
         self.seed = secrets.randbits(31) if config.seed is None else config.seed
         self.counters = Counters()
@@ -194,7 +196,6 @@ class Session:
     def __iter__(self) -> Iterator[Event]:
         # Inference mode is entered around each round and not around a yield: whoever holds the iterator keeps their own.
         counters, tokens = self.counters, list(self.prompt)
-        started = time.perf_counter()
         if self.result is not None:
             raise OptionError("a session makes one answer, and this one has been made; start another")
         eos = frozenset() if self.config.ignore_eos else self.pair.eos_ids
@@ -206,15 +207,15 @@ class Session:
         reason: str | None = None
         complete = False
         try:
-            with torch.inference_mode():
+            with self._working():
                 self._target.prefill(tokens[:-1])
             while reason is None:
-                with torch.inference_mode():
+                with self._working():
                     emission, reason = next(steps)
                 pieces = self._pieces
                 produced += emission.tokens
                 tiers += emission.tiers
-                self._count(emission, started)
+                self._count(emission)
                 text += "".join(piece.text for piece in pieces)
                 position = 0
                 for piece in pieces:
@@ -230,7 +231,6 @@ class Session:
             if not complete:
                 # Interrupted: what a stop string or a character might have needed belongs to the answer now.
                 text += self._text.finish()
-            self._count_seconds(started)
             self.result = self._finish(text, produced, tiers, reason or "interrupted")
 
     def _take(self, tokens: list[int]) -> tuple[int, bool]:
@@ -242,7 +242,7 @@ class Session:
         config = self.config.decoding
         chosen = settle_plan(config, has_mask=self.mask is not None)
         if chosen.strategy == "cascade" and config.tiers == "auto" and self.mask is not None:
-            report = measure_tiers(self.pair, self.mask, config, chosen.mode)
+            report = measure_tiers(self.pair, self.mask, config, chosen.mode, greedy=self.config.sampling.greedy)
             self.notes.append(report.sentence())
             if not report.keeps_slim:
                 mode = "lossless" if chosen.mode == "via" else chosen.mode
@@ -259,9 +259,13 @@ class Session:
         if pair.drafter_kind == "lookup":
             return LookupDrafter(self.counters, min_confidence=config.draft_min_prob, stop_tokens=stops)
         base = self._target.route or LayerMask.even(pair.target.n_layers, 0.0).route
-        return SelfDrafter(
-            self._target, base.thinned(config.self_skip), min_confidence=config.draft_min_prob, stop_tokens=stops
-        )
+        thinned = base.thinned(config.self_skip)
+        if self._target.route is not None and thinned.whole_layers == base.whole_layers:
+            self.notes.append(
+                f"the self drafter skips no more layers than the slim verifier ({base.skip_ratio:.0%}), so that "
+                "one adds nothing; raise --self-skip"
+            )
+        return SelfDrafter(self._target, thinned, min_confidence=config.draft_min_prob, stop_tokens=stops)
 
     def _make_strategy(self) -> Strategy:
         config = self.config.decoding
@@ -295,28 +299,65 @@ class Session:
         if config.gate == "ratio":
             self.notes.append("gate ratio: no guard, so nothing bounds how far this output strays from the target")
             return RatioGate(thresholds)
+        budget = config.max_disagreement
         if self.guard is None:
-            budget = config.max_disagreement
-            start = None if self.mask is None else self.mask.details.get("guard")
             self.guard = Guard(
-                GuardConfig(max_disagreement=DEFAULT_MAX_DISAGREEMENT if budget is None else budget), start
+                GuardConfig(max_disagreement=DEFAULT_MAX_DISAGREEMENT if budget is None else budget),
+                self._guard_start(),
+            )
+        elif budget is not None and budget != self.guard.config.max_disagreement:
+            raise OptionError(
+                f"max_disagreement {budget:g} contradicts the guard that was handed over, whose budget is "
+                f"{self.guard.config.max_disagreement:g}; leave one out"
             )
         return GuardedGate(thresholds, self.guard)
 
-    def _count(self, emission: Emission, started: float) -> None:
+    def _guard_start(self) -> Mapping[str, Any] | None:
+        """Coefficients stored with the mask, but only where they were fitted for what is about to happen.
+
+        The search fits them at temperature 0, with the paper's thresholds and its pair's own drafter and weights.
+        """
+        start: Mapping[str, Any] | None = None if self.mask is None else self.mask.details.get("guard")
+        if self.mask is None or start is None:
+            return None
+        config = self.config
+        fitting = (
+            config.sampling.greedy
+            and config.decoding.thresholds in (None, Thresholds())
+            and self.mask.pair == self.pair.name
+            and not self._mask_warning
+        )
+        if not fitting:
+            self.notes.append(
+                "the guard starts without the mask's coefficients, which were fitted for another pair, temperature or "
+                "thresholds; until it has learnt, every token is checked"
+            )
+        return start if fitting else None
+
+    def _count(self, emission: Emission) -> None:
         counters = self.counters
         counters.emitted += len(emission.tokens)
         for tier in emission.tiers:
             counters.by_tier[tier] += 1
         counters.accepted += sum(emission.drafted)
         counters.unseen += emission.unseen
-        self._count_seconds(started)
 
-    def _count_seconds(self, started: float) -> None:
-        counters = self.counters
-        counters.seconds = time.perf_counter() - started
-        counters.seconds_by_tier["loop"] = 0.0
-        counters.seconds_by_tier["loop"] = max(0.0, counters.seconds - sum(counters.seconds_by_tier.values()))
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Counts the time inside as this answer's; what its reader does between two events is not."""
+        counters, started = self.counters, time.perf_counter()
+        try:
+            with torch.inference_mode():
+                yield
+        except torch.OutOfMemoryError as error:
+            raise LoadError(
+                f"out of memory on {self.pair.device} after {counters.emitted} tokens; use a shorter prompt or answer, "
+                "another --dtype or --quantization, or --device-map auto"
+            ) from error
+        finally:
+            counters.seconds += time.perf_counter() - started
+            parts = counters.seconds_by_tier
+            parts["loop"] = max(0.0, counters.seconds - sum(s for part, s in parts.items() if part != "loop"))
 
     def _finish(self, text: str, produced: list[int], tiers: list[str], reason: str) -> Result:
         alpha = self.config.decoding.alpha or DEFAULT_ALPHA

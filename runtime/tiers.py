@@ -13,7 +13,6 @@ from torch import Tensor
 from viasd.divergences import (
     accept_mass,
     expected_tokens,
-    predicted_seconds_cascade,
     predicted_seconds_sd,
     stage_cost,
 )
@@ -64,48 +63,60 @@ class TierReport:
         verdict = "keeping the slim tier" if self.keeps_slim else "leaving the slim tier out"
         slower = min(sd, cascade) > plain
         best = "sd" if sd <= cascade else "cascade"
-        warning = f"; both are predicted to be slower than plain decoding, {best} the less so" if slower else ""
+        warning = f"; both are estimated to be slower than plain decoding, {best} the less so" if slower else ""
         return (
-            f"tiers auto: {verdict} (Delta {delta}; predicted ms/token: two tiers {sd:.1f}, three tiers {cascade:.1f}, "
+            f"tiers auto: {verdict} (Delta {delta}; estimated ms/token: two tiers {sd:.1f}, three tiers {cascade:.1f}, "
             f"plain {plain:.1f}{warning}; --tiers 3 forces it)"
         )
 
 
-def measure_tiers(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str) -> TierReport:
+def measure_tiers(
+    pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, *, greedy: bool = False
+) -> TierReport:
     """Measures once per loaded pair, mask and settings, and remembers it with the pair.
 
     The target writes a little text of its own; rows of drafter and slim verifier are compared with its rows there, as the
     runtime would see them (the slim path reads the full path's keys below each block). Times are medians on this machine.
+    Acceptance is that of temperature 0 (`greedy`) or of temperature 1; a guard's own escalations are not in it, since what
+    it will learn is not known beforehand.
     """
-    key = (mask.keep, mask.partial, config.gamma, mode, config.thresholds, config.self_skip)
+    key = (mask.keep, mask.partial, config.gamma, mode, config.thresholds, config.self_skip, greedy)
     if key not in pair.measured:
         with torch.inference_mode():
-            pair.measured[key] = _measure(pair, mask, config, mode)
+            pair.measured[key] = _measure(pair, mask, config, mode, greedy)
     report: TierReport = pair.measured[key]
     return report
 
 
-def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str) -> TierReport:
+def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, greedy: bool) -> TierReport:
     gamma = config.gamma
     thresholds = thresholds_of(config)
     stages: dict[str, list[Tensor]] = {"drafter_full": [], "drafter_slim": [], "slim_full": []}
     costs: dict[str, list[Tensor]] = {name: [] for name in stages}
     decisions: list[Decision] = []
     tokens: list[int] = []
+    written = proposed = 0
     for prompt in _PROMPTS:
         tokens, first, q = _write(pair, pair.encode(prompt))
-        slim = _block_rows(pair, mask.route, tokens, first, gamma + 1)
+        # On the CPU from here on: the drafter, or a part of the target, may sit on another device.
+        q = q.cpu()
+        slim = _block_rows(pair, mask.route, tokens, first, gamma + 1).cpu()
+        written += len(q)
         pairs = [("slim_full", slim, q)]
         proposals = _proposal_rows(pair, mask.route, tokens, first, gamma, config)
         if proposals is not None:
-            where, p = proposals
+            where, p = proposals[0], proposals[1].cpu()
+            proposed += len(where)
             pairs += [("drafter_full", p, q[where]), ("drafter_slim", p, slim[where])]
             best = slim[where].amax(dim=-1)
             ratio = (slim[where].gather(1, p.argmax(dim=-1, keepdim=True))[:, 0] - best).exp()
             decisions += [thresholds.decide(r) for r in ratio.tolist()]
         for name, proposal, verifier in pairs:
-            proposal, verifier = proposal.cpu(), verifier.cpu()  # the drafter may sit on another device
-            stages[name].append(1 - accept_mass(proposal, verifier))
+            if greedy:
+                refused = (proposal.argmax(dim=-1) != verifier.argmax(dim=-1)).float()
+            else:
+                refused = (1 - accept_mass(proposal, verifier)).clamp(0, 1)
+            stages[name].append(refused)
             costs[name].append(stage_cost(proposal, verifier))
     rejection = {name: float(torch.cat(v).mean()) if v else 1.0 for name, v in stages.items()}
     cost = {name: float(torch.cat(v).mean()) if v else None for name, v in costs.items()}
@@ -113,10 +124,16 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str) -> 
     if cost["drafter_full"] is not None and cost["drafter_slim"] is not None and cost["slim_full"] is not None:
         delta = cost["drafter_full"] - cost["drafter_slim"] - cost["slim_full"]
     seconds = _time_passes(pair, mask.route, tokens, config)
-    per_token = {
-        "plain": seconds["plain"],
+    # Where the drafter has nothing to say, any strategy takes a plain step.
+    share = proposed / written
+    speculative = {
         "sd": predicted_seconds_sd(rejection["drafter_full"], gamma, seconds["drafter"], seconds["full"]),
         "cascade": _cascade_seconds(mode, gamma, seconds, rejection, decisions),
+    }
+    per_token = {"plain": seconds["plain"]}
+    per_token |= {
+        name: share * value + (1 - share) * seconds["plain"] if share else seconds["plain"]
+        for name, value in speculative.items()
     }
     pays = per_token["cascade"] < per_token["sd"]
     return TierReport(seconds, rejection, delta, per_token, pays and delta is not None and delta > 0)
@@ -132,9 +149,11 @@ def _cascade_seconds(
         refused = sum(d is not Decision.ACCEPT for d in decisions) / len(decisions)
         escalated = sum(d is Decision.ESCALATE for d in decisions) / len(decisions)
         share = 1 - (1 - escalated) ** gamma
-        return predicted_seconds_cascade(
-            refused, gamma, seconds["drafter"], seconds["slim"], share, seconds["escalation"]
-        )
+        # Only a block that the full verifier sees ends with a token of its own; the others have at most gamma.
+        with_bonus = expected_tokens(refused, gamma)
+        without = expected_tokens(refused, gamma - 1)
+        emitted = share * with_bonus + (1 - share) * without
+        return (gamma * seconds["drafter"] + seconds["slim"] + share * seconds["escalation"]) / emitted
     # Chain: a slim block of E tokens, each of which the full verifier keeps with probability 1 - rejection.
     block = expected_tokens(rejection["drafter_slim"], gamma)
     emitted = expected_tokens(rejection["slim_full"], block)

@@ -8,6 +8,7 @@ embeddings) is read from the modules once, and `viasd.probe` checks the result a
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,11 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _GIVEN = {"hidden_states", "attention_mask", "position_embeddings", "position_ids", "cache", "past_key_values"}
 # Rotary embeddings whose frequencies depend on the sequence's length: keys already stored would go stale beyond it.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+# Held while a model's own modules run with our attention: another thread that restored the setting in the middle of it would
+# make them attend over the new keys alone.
+_POINTING = threading.RLock()
 
 
 class LayeredModel:
@@ -187,6 +193,13 @@ class LayeredModel:
     @contextmanager
     def _our_attention(self) -> Iterator[None]:
         """Points the model's attention at ours for the length of one pass, and back whatever happens."""
+        if all(lean is not None for lean in self._lean):
+            yield  # no module of the model's own runs, so nothing of it has to be pointed anywhere
+            return
+        with _POINTING:
+            yield from self._pointed()
+
+    def _pointed(self) -> Iterator[None]:
         before = [c._attn_implementation for c in self._attention_configs]
         try:
             for config in self._attention_configs:

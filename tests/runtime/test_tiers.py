@@ -7,6 +7,7 @@ import torch
 from tiny import generate, model_of, pair_of, prompt_ids, tokenizer
 
 import viasd
+from viasd.errors import OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime import tiers
@@ -75,7 +76,7 @@ def test_a_drafter_that_proposes_nothing_decides_for_two_tiers(monkeypatch: pyte
 
 def test_slower_than_plain_is_said() -> None:
     report = TierReport({}, {}, 0.1, {"plain": 0.010, "sd": 0.012, "cascade": 0.011}, True)
-    assert "both are predicted to be slower than plain decoding, cascade the less so" in report.sentence()
+    assert "both are estimated to be slower than plain decoding, cascade the less so" in report.sentence()
     assert "two tiers 12.0, three tiers 11.0, plain 10.0" in report.sentence()
     quick = TierReport({}, {}, 0.1, {"plain": 0.010, "sd": 0.012, "cascade": 0.009}, True)
     assert "slower" not in quick.sentence()
@@ -85,7 +86,10 @@ def test_predictions_by_hand() -> None:
     seconds = {"drafter": 1.0, "slim": 2.0, "full": 10.0, "escalation": 8.0, "plain": 9.0}
     decisions = [Decision.ACCEPT] * 3 + [Decision.ESCALATE]
     # R = 1/4, g = 2: 1 + 3/4 + 9/16 tokens; a block escalates with probability 1 - (3/4)^2.
-    expected = (2 * 1 + 2 + (1 - 0.75**2) * 8) / (1 + 0.75 + 0.75**2)
+    # Only an escalated block has a token of q's own; another one keeps at most two.
+    escalated = 1 - 0.75**2
+    tokens = escalated * (1 + 0.75 + 0.75**2) + (1 - escalated) * (1 + 0.75)
+    expected = (2 * 1 + 2 + escalated * 8) / tokens
     assert tiers._cascade_seconds("via", 2, seconds, {}, decisions) == pytest.approx(expected)
     assert tiers._cascade_seconds("via", 2, seconds, {}, []) == float("inf")
     # The chain: three tokens leave q', and q adds one; or, with R = 1/2 before q', 1.75 do.
@@ -148,7 +152,7 @@ def test_the_rows_compared_are_those_of_the_runtime() -> None:
 @pytest.mark.parametrize("mode", [None, "lossless", "bounded"])
 def test_auto_follows_the_report_and_gives_the_reason(keeps: bool, mode: str | None, monkeypatch: Any) -> None:
     report = TierReport({}, {}, 0.1, {"plain": 3.0, "sd": 2.0, "cascade": 1.0 if keeps else 4.0}, keeps)
-    monkeypatch.setattr("viasd.runtime.session.measure_tiers", lambda *_: report)
+    monkeypatch.setattr("viasd.runtime.session.measure_tiers", lambda *_, **__: report)
     result = generate(pair_of("llama"), prompt_ids(), mask="even:0.25", mode=mode, max_new_tokens=6)
     assert result.strategy == ("cascade" if keeps else "sd")
     assert result.mode == {None: "via" if keeps else "lossless"}.get(mode, mode)
@@ -157,10 +161,12 @@ def test_auto_follows_the_report_and_gives_the_reason(keeps: bool, mode: str | N
 
 
 def test_three_tiers_are_not_measured_when_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any) -> None:
+    def never(*_: Any, **__: Any) -> None:
         raise AssertionError("measured")
 
     monkeypatch.setattr("viasd.runtime.session.measure_tiers", never)
-    for tiers_, strategy in (("3", "cascade"), ("2", "sd")):
-        result = generate(pair_of("llama"), prompt_ids(), mask="even:0.25", tiers=tiers_, max_new_tokens=4)
-        assert result.strategy == strategy
+    result = generate(pair_of("llama"), prompt_ids(), mask="even:0.25", tiers="3", max_new_tokens=4)
+    assert result.strategy == "cascade"
+    for options in ({"tiers": "2"}, {"strategy": "sd"}, {"strategy": "plain"}):
+        with pytest.raises(OptionError, match="a mask is for a slim verifier"):
+            generate(pair_of("llama"), prompt_ids(), mask="even:0.25", max_new_tokens=4, **options)
