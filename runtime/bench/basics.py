@@ -81,12 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plain_against_generate(pair: Pair, repeats: int, tokens: int) -> dict[str, Any]:
-    """Tokens/s of strategy plain and of transformers' greedy `generate` with the same model object."""
+    """Tokens/s of strategies plain and sd and of transformers' greedy `generate`, with the same model object."""
     ids = pair.encode([{"role": "user", "content": _QUESTION}] if pair.is_chat else _QUESTION)
     times = _interleaved(
         {
             "generate": lambda: _transformers(pair, ids, tokens),
             "plain": lambda: generate(pair, ids, mask=None, strategy="plain", max_new_tokens=tokens, ignore_eos=True),
+            "sd": lambda: generate(pair, ids, mask=None, strategy="sd", max_new_tokens=tokens, ignore_eos=True),
         },
         repeats,
     )
@@ -94,6 +95,8 @@ def plain_against_generate(pair: Pair, repeats: int, tokens: int) -> dict[str, A
     return {
         "tokens_per_second": {name: _spread(values) for name, values in speed.items()},
         **_ratio("plain over generate", _median(times["generate"]) / _median(times["plain"])),
+        "sd over plain": round(_median(times["plain"]) / _median(times["sd"]), 3),
+        "question": _QUESTION,
     }
 
 
