@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from viasd.errors import OptionError, ViasdError
+from viasd.errors import OptionError
 from viasd.pairs import DEFAULT_PAIR, list_pairs, parse_pair
-from viasd.runtime.display import Screen, clean, play, print_json, show_pairs
+from viasd.runtime.command import INTERRUPTED, complain, run_command
+from viasd.runtime.display import Screen, play, print_json, show_pairs
 from viasd.runtime.models import load_models
 from viasd.runtime.options import PAPER_MEANS, PROG, options_from_args, parse_args
 
 if TYPE_CHECKING:
     from viasd.pair import Pair
     from viasd.runtime.config import GenerationConfig
-
-USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,19 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Exit code: 0, 2 after an error (one line on standard error), 130 after Ctrl-C, 141 when the reader went away.
     """
-    try:
-        return _main(argv)
-    except ViasdError as error:
-        _complain(f"error: {error}")
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit; there must be something to take it.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    return run_command(PROG, lambda: _main(argv))
 
 
 def _main(argv: list[str] | None) -> int:
@@ -142,7 +128,7 @@ def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Na
     if comparison is not None:
         screen.note(comparison.sentence())
     if result.finish_reason == "interrupted":
-        _complain("interrupted")
+        complain(PROG, "interrupted")
         return INTERRUPTED
     return 0
 
@@ -164,10 +150,6 @@ def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
     with history(screen):
         chat.run()
     return 0
-
-
-def _complain(message: str) -> None:
-    print(f"{PROG}: {clean(' '.join(message.split()))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

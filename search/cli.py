@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from viasd.errors import OptionError, ViasdError
+from viasd.runtime.command import INTERRUPTED, complain, run_command
 from viasd.runtime.display import Screen, clean, print_json
 from viasd.runtime.models import load_models
 from viasd.search.config import SearchConfig, as_file_name
 from viasd.search.options import PROG, check_writable, config_from_args, parse_args
-
-USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,20 +25,16 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Exit code: 0, 2 after an error (one line on standard error), 130 after Ctrl-C, 141 when the reader went away.
     """
-    try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        return _search(args) if args.command == "search" else _read(args)
-    except ViasdError as error:
-        _complain(f"error: {error}")
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        _complain("interrupted before the first mask was scored; nothing is written")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit; there must be something to take it.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    return run_command(
+        PROG,
+        lambda: _main(sys.argv[1:] if argv is None else argv),
+        "interrupted before the first mask was scored; nothing is written",
+    )
+
+
+def _main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    return _search(args) if args.command == "search" else _read(args)
 
 
 def _search(args: argparse.Namespace) -> int:
@@ -82,9 +76,10 @@ def _search(args: argparse.Namespace) -> int:
         _print(outcome_report(outcome, unicode=_unicode(screen)), screen)
     screen.note(f"mask written to {path} (study {outcome.study})")
     if outcome.interrupted:
-        _complain(
+        complain(
+            PROG,
             f"interrupted after {outcome.trials} of {outcome.wanted} masks; the best so far is in {path}, and the same "
-            "command goes on"
+            "command goes on",
         )
         return INTERRUPTED
     return 0
@@ -142,10 +137,6 @@ def _unicode(screen: Screen) -> bool:
 def _print(text: str, screen: Screen) -> None:
     screen.out.file.write(clean(text) + "\n")
     screen.out.file.flush()
-
-
-def _complain(message: str) -> None:
-    print(f"{PROG}: {clean(' '.join(message.split()))}", file=sys.stderr)
 
 
 if __name__ == "__main__":
