@@ -93,7 +93,11 @@ def _make_config(args: argparse.Namespace) -> GenerationConfig:
     spec = args.mask or "auto"
     has_mask = spec != "none"
     if spec == "auto":
-        name = None if args.target else parse_pair(args.pair or DEFAULT_PAIR, base=bool(args.base)).name
+        name = (
+            None
+            if args.target
+            else parse_pair(DEFAULT_PAIR if args.pair is None else args.pair, base=bool(args.base)).name
+        )
         has_mask = name is not None and shipped_mask(name) is not None
     elif has_mask and not spec.startswith("even:"):
         LayerMask.load(spec)

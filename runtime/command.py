@@ -24,6 +24,9 @@ def run_command(program: str, body: Callable[[], int], interrupted: str = "inter
     Returns:
         The body's exit code; 2 after a `ViasdError`, 130 after Ctrl-C, 141 when the reader of its output went away.
     """
+    if sys.stdout is None:  # closed by whoever started this: nothing could be delivered
+        complain(program, "error: standard output is closed; results would be lost")
+        return USAGE_ERROR
     try:
         return body()
     except ViasdError as error:

@@ -88,7 +88,7 @@ def check_models(args: argparse.Namespace) -> str:
     if args.drafter is not None and args.target is None:
         raise OptionError("--drafter needs --target; or name both by --pair")
     if args.target is None:
-        drafter = parse_pair(args.pair or DEFAULT_PAIR, base=bool(args.base)).drafter
+        drafter = parse_pair(DEFAULT_PAIR if args.pair is None else args.pair, base=bool(args.base)).drafter
     else:
         drafter = args.drafter or "lookup"
     if "drafter_device" in given and drafter in MODEL_FREE_DRAFTERS:

@@ -222,8 +222,15 @@ def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
             good = False
         if not good:
             raise MaskError(f"--mask even:RATIO takes a number from 0 to below 1, such as even:0.45, but got {ratio!r}")
-    elif args.mask != "none" and not Path(args.mask).is_file():
+    elif args.mask != "none" and not _is_file(args.mask):
         raise MaskError(f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO or a file")
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:

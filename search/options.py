@@ -108,7 +108,11 @@ def check_writable(name: str, value: str) -> None:
         OptionError: Naming the option and the reason.
     """
     path = Path(value)
-    if not value or path.is_dir():
+    try:
+        unfit = not value or (path.exists() and not path.is_file())
+    except OSError as error:  # such as a name that is too long
+        raise OptionError(f"--{name}: can't use '{value[:60]}': {error.strerror or error}") from error
+    if unfit:
         raise OptionError(f"--{name} must be a file, but got '{value}'")
     if not path.parent.is_dir():
         raise OptionError(f"--{name}: there is no folder '{path.parent}'; make it first")

@@ -69,13 +69,26 @@ def _reason(error: Exception, url: str) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
+# Every entry of Optuna's journal is a JSON object that begins with its operation.
+_JOURNAL_BEGINS = b'{"op_code"'
+
+
 def _mend(path: Path) -> None:
     """Cuts off half a line that a full disk or a killed worker left at the end: the next one would be glued to it.
 
     Under the lock of all writers, so that nobody is in the middle of a line.
+
+    Raises:
+        OptionError: If the file is something else than a journal; it is then left as it is.
     """
     if not path.exists():
         return
+    with open(path, "rb") as stream:
+        beginning = stream.read(len(_JOURNAL_BEGINS))
+    if not _JOURNAL_BEGINS.startswith(beginning):
+        raise OptionError(
+            f"'{path}' is not an Optuna journal file; name a new file, or the journal of an earlier search"
+        )
     lock = JournalFileSymlinkLock(str(path))
     lock.acquire()
     try:

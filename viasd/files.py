@@ -61,6 +61,9 @@ def write_atomically(path: Path, content: bytes | str, error: type[ViasdError] =
     """
     data = content.encode() if isinstance(content, str) else content
     temporary: Path | None = None
+    path = path.resolve()  # a link stays a link: what it points to is replaced
+    if path.exists() and not path.is_file():
+        raise error(f"can't write {path}: it is not a regular file")
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
             temporary = Path(stream.name)

@@ -40,7 +40,11 @@ def load_pair(
         raise OptionError("give either a pair or drafter and target, but got both")
     if drafter is not None and target is None:
         raise OptionError("a drafter needs a target; add --target")
-    wanted = (drafter or "lookup", target) if target is not None else parse_pair(pair or DEFAULT_PAIR, base=base)
+    wanted = (
+        (drafter or "lookup", target)
+        if target is not None
+        else parse_pair(DEFAULT_PAIR if pair is None else pair, base=base)
+    )
     loaded = load_pair_models(wanted, config, say)
     return make_pair(
         loaded.target,

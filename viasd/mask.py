@@ -189,6 +189,7 @@ class LayerMask:
             raise MaskError(f"mask '{name}': 'keep' must be a list of 0 and 1, one a layer")
         if data.get("layers") != len(keep):
             raise MaskError(f"mask '{name}': 'layers' says {data.get('layers')!r}, but 'keep' has {len(keep)} entries")
+        _check_details(data, name)
         partial = _partial(data.get("sublayers"), keep, name)
         target = data.get("target")
         try:
@@ -211,12 +212,32 @@ class LayerMask:
             MaskError: If it can't be read or is not a mask.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
         except OSError as error:
             raise MaskError(f"can't read mask file '{path}': {error.strerror or error}") from error
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers and nesting beyond all reason
             raise MaskError(f"mask file '{path}' is not JSON: {error}") from error
         return cls.from_json(data, str(path))
+
+
+# Entries that a search writes as objects; its readers rely on that.
+_OBJECTS = ("controls", "tier", "guard", "guard_reliability", "calibration", "versions")
+
+
+def _check_details(data: dict[str, Any], name: str) -> None:
+    """Refuses entries of another kind than a search writes."""
+    for key in ("name", "pair"):
+        text = data.get(key)
+        if text is not None and not (isinstance(text, str) and text.isprintable()):
+            raise MaskError(f"mask '{name}': '{key}' must be plain text, but got {text!r}"[:300])
+    for key in _OBJECTS:
+        value = data.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise MaskError(f"mask '{name}': '{key}' must be an object, but is a {type(value).__name__}")
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _partial(sublayers: Any, keep: list[int], name: str) -> tuple[tuple[int, str], ...]:
@@ -225,7 +246,10 @@ def _partial(sublayers: Any, keep: list[int], name: str) -> tuple[tuple[int, str
         return ()
     lists: list[Any] = [sublayers.get(half) for half in PARTS] if isinstance(sublayers, dict) else [None]
     if any(
-        not isinstance(flags, list) or len(flags) != len(keep) or any(f not in (0, 1) for f in flags) for flags in lists
+        not isinstance(flags, list)
+        or len(flags) != len(keep)
+        or any(f not in (0, 1) or isinstance(f, float) for f in flags)
+        for flags in lists
     ):
         raise MaskError(f"mask '{name}': 'sublayers' must have 'attention' and 'mlp', each a 0 or 1 for every layer")
     attention, mlp = lists

@@ -25,6 +25,9 @@ from viasd.rows import Row, Rows
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
+_COLDEST = 1e-6  # below it logits divided by the temperature overflow; the draw would be greedy anyway
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """How tokens are chosen from a row.
@@ -47,7 +50,8 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "at least 0")
+        fine = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
+        _require("temperature", self.temperature, fine, f"0 (greedy) or at least {_COLDEST:g}")
         _require("top_k", self.top_k, self.top_k >= 0 and int(self.top_k) == self.top_k, "a whole number, at least 0")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _require("min_p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1")
