@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,6 @@ def make_pair(
     target_id: str | None = None,
     kernel: str = "auto",
     source: str = "given",
-    rows: Callable[[Any, Any, int, int], int] | None = None,
 ) -> Pair:
     """A pair from models that are already loaded. Nothing of them is changed.
 
@@ -126,7 +125,6 @@ def make_pair(
         target_id: Name of the target for messages and mask identity.
         kernel: Attention kernel, see `LayeredModel`.
         source: Where the weights came from.
-        rows: Replaces the vocabulary check (tests).
 
     Raises:
         TokenizerMismatchError: If the tokenizers disagree.
@@ -142,9 +140,7 @@ def make_pair(
             raise OptionError(f"drafter must be a model, 'lookup' or 'self', but got '{drafter}'")
         small, kind, usable = None, drafter, vocabulary_size(tokenizer, target_rows)
     else:
-        usable = (rows or common_vocabulary)(
-            drafter_tokenizer or tokenizer, tokenizer, _logit_rows(drafter), target_rows
-        )
+        usable = common_vocabulary(drafter_tokenizer or tokenizer, tokenizer, _logit_rows(drafter), target_rows)
         small, kind = load_layered(drafter, kernel=kernel, vocabulary=usable), "model"
     return Pair(
         name=name or f"{kind if small is None else type(drafter).__name__} -> {identity}",
