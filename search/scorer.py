@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from viasd.attention import Segment, Step
-from viasd.divergences import kl, stage_cost, total_variation
+from viasd.divergences import stage_figures
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.routes import Route
@@ -145,8 +145,8 @@ class Scorer:
         model: The target.
         passages: Calibration text, each passage with at least two scored tokens.
         block: Block length, gamma + 1.
-        alpha: See `stage_cost`.
-        beta: See `stage_cost`.
+        alpha: See `viasd.divergences.stage_cost`.
+        beta: Likewise.
         private_kv: Let the slim path read only its own keys, from the first token on (for comparison; the runtime
             shares).
     """
@@ -211,13 +211,12 @@ class Scorer:
                 for chunk in final.split(ROWS, dim=1):
                     n = chunk.shape[1]
                     logits = self.model.readout(chunk)
-                    p = torch.log_softmax(logits, dim=-1)
-                    q = self._rows[number][at : at + n].float()
-                    costs.append(stage_cost(p, q, self.alpha, self.beta).double().cpu())
+                    figures = (
+                        stage_figures(logits, self._rows[number][at : at + n], self.alpha, self.beta).double().cpu()
+                    )
+                    costs.append(figures[:, 0])
                     same = (logits.argmax(dim=-1) == self._best[number][at : at + n]).double()
-                    sums += torch.stack(
-                        [kl(p, q).double().sum(), total_variation(p, q).double().sum(), same.sum()]
-                    ).cpu()
+                    sums += torch.stack([figures[:, 1].sum(), figures[:, 2].sum(), same.sum().cpu()])
                     at += n
                 report(number, float(torch.cat(costs).mean()))
         per_token = torch.cat(costs)

@@ -59,6 +59,25 @@ def stage_cost(log_p: torch.Tensor, log_q: torch.Tensor, alpha: float = 0.5, bet
     return _by_chunk(rows, log_p, log_q)
 
 
+def stage_figures(log_p: torch.Tensor, log_q: torch.Tensor, alpha: float = 0.5, beta: float = 0.5) -> torch.Tensor:
+    """`[N, 3]`: `stage_cost`, `kl` and `total_variation`, reading both rows once instead of three times.
+
+    Unlike `stage_cost` it expects alpha and beta to be sound and says nothing.
+    """
+    keep = math.log1p(-alpha) if alpha < 1 else -math.inf
+
+    def rows(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        ratio, p, q = p - q, p.exp(), q.exp()
+        divergence = torch.linalg.vecdot(p, ratio)
+        distance = (p - q).abs().sum(-1) / 2
+        cost = torch.linalg.vecdot(p, (ratio + keep).relu_()) + torch.linalg.vecdot(
+            q, ratio.add_(math.log(beta)).relu_()
+        )
+        return torch.stack([cost, divergence, distance], dim=-1)
+
+    return _by_chunk(rows, log_p, log_q)
+
+
 def total_variation(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """`[N]` total variation distance `sum |P - Q| / 2`, in [0, 1]."""
     return _by_chunk(lambda p, q: (p.exp() - q.exp()).abs().sum(-1) / 2, log_p, log_q)

@@ -13,6 +13,7 @@ from viasd.divergences import (
     predicted_seconds_sd,
     rejection_rate,
     stage_cost,
+    stage_figures,
     total_variation,
 )
 from viasd.errors import OptionError
@@ -129,3 +130,13 @@ def test_predicted_seconds_by_hand():
     assert predicted_seconds_cascade(0.5, 2, 1.0, 3.0, 0.25, 4.0) == pytest.approx(6 / 1.75)
     with pytest.raises(OptionError):
         predicted_seconds_cascade(0.5, 2, 1.0, 3.0, 1.25, 4.0)
+
+
+@pytest.mark.parametrize("alpha, beta", [(0.5, 0.5), (0.3, 0.9), (1.0, 0.4)])
+def test_figures_in_one_reading_are_the_three_functions(alpha: float, beta: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    p, q = torch.randn(7, 33, generator=generator) * 3, torch.randn(7, 33, generator=generator) * 3
+    p[2, 5] = -torch.inf  # a banned token
+    figures = stage_figures(p, q, alpha, beta)
+    separate = [stage_cost(p, q, alpha, beta), kl(p, q), total_variation(p, q)]
+    torch.testing.assert_close(figures, torch.stack(separate, dim=-1), rtol=1e-5, atol=1e-6)
