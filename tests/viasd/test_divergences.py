@@ -132,7 +132,7 @@ def test_predicted_seconds_by_hand():
         predicted_seconds_cascade(0.5, 2, 1.0, 3.0, 1.25, 4.0)
 
 
-@pytest.mark.parametrize("alpha, beta", [(0.5, 0.5), (0.3, 0.9), (1.0, 0.4)])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.3, 0.9), (1.0, 0.4)])
 def test_figures_in_one_reading_are_the_three_functions(alpha: float, beta: float) -> None:
     generator = torch.Generator().manual_seed(3)
     p, q = torch.randn(7, 33, generator=generator) * 3, torch.randn(7, 33, generator=generator) * 3
