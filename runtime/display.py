@@ -177,14 +177,20 @@ def mask_strip(
         partial: Half that runs, by layer, of layers that run in part.
         unicode: Whether the stream can show more than ASCII.
     """
-    kept, skipped, attention, mlp = _CELLS if unicode else _PLAIN_CELLS
+    _, _, attention, mlp = _CELLS if unicode else _PLAIN_CELLS
     halves = partial or {}
-    cells = "".join(
-        kept if k else {"attention": attention, "mlp": mlp}.get(halves.get(i, ""), skipped) for i, k in enumerate(keep)
-    )
     also = f" and half of {len(halves)}" if halves else ""
     legend = f"; {attention} attention only, {mlp} MLP only" if halves else ""
+    cells = mask_cells(keep, halves, unicode=unicode)
     return f"slim verifier [{cells}] runs {sum(keep)}{also} of {len(keep)} layers ({name}{legend})"
+
+
+def mask_cells(keep: Sequence[bool], partial: Mapping[int, str], *, unicode: bool = True) -> str:
+    """One cell a layer: kept, skipped, attention only or MLP only."""
+    kept, skipped, attention, mlp = _CELLS if unicode else _PLAIN_CELLS
+    return "".join(
+        kept if k else {"attention": attention, "mlp": mlp}.get(partial.get(i, ""), skipped) for i, k in enumerate(keep)
+    )
 
 
 def show_pairs(pairs: Sequence[PairSpec], screen: Screen) -> None:

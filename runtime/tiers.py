@@ -123,7 +123,7 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
     delta = None
     if cost["drafter_full"] is not None and cost["drafter_slim"] is not None and cost["slim_full"] is not None:
         delta = cost["drafter_full"] - cost["drafter_slim"] - cost["slim_full"]
-    seconds = _time_passes(pair, mask.route, tokens, config)
+    seconds = time_passes(pair, mask.route, tokens, config)
     # Where the drafter has nothing to say, any strategy takes a plain step.
     share = proposed / written
     speculative = {
@@ -205,8 +205,18 @@ def _proposal_rows(
     return torch.tensor([i for i, _ in hits]), rows
 
 
-def _time_passes(pair: Pair, route: Route, tokens: list[int], config: DecodingConfig) -> dict[str, float]:
-    """Median seconds of every pass a round is made of, on the last block of `tokens`."""
+def time_passes(pair: Pair, route: Route, tokens: list[int], config: DecodingConfig) -> dict[str, float]:
+    """Median seconds of every pass a round is made of, on the last block of `tokens`.
+
+    Args:
+        pair: The pair.
+        route: Layers of the slim verifier.
+        tokens: A text, at least ``gamma + 2`` tokens.
+        config: Its `gamma` and `self_skip` count.
+
+    Returns:
+        Seconds as in `TierReport.seconds`.
+    """
     block = config.gamma + 1
     target = TieredTarget(pair.target, route, Counters())
     base = max(1, len(tokens) - block)

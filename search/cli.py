@@ -49,7 +49,7 @@ def _search(args: argparse.Namespace) -> int:
     # Whatever libraries print must not end up in the output.
     with contextlib.redirect_stdout(sys.stderr):
         pair = load_models(args, screen.note)
-        path = args.output or default_output(pair.target_id, pair.target.n_layers, config)
+        path = args.output or default_output(pair.target_id, config)
         check_writable("output", path)
         from viasd.search.display import Watch
         from viasd.search.run import search_mask
@@ -85,24 +85,26 @@ def _search(args: argparse.Namespace) -> int:
     return 0
 
 
-def default_output(target: str, n_layers: int, config: SearchConfig) -> str:
-    """Where the mask goes when nobody says: ``TARGET.skipN.json`` in this folder.
-
-    N is the number of skipped layers, or of half layers (``halvesN``).
-    """
-    skipped = (
-        f"halves{round(2 * config.skip * n_layers)}" if config.sublayers else f"skip{round(config.skip * n_layers)}"
-    )
-    return f"{as_file_name(Path(target).name)}.{skipped}.json"
+def default_output(target: str, config: SearchConfig) -> str:
+    """Where the mask goes when nobody says: ``TARGET.skip45.json`` in this folder, by the percentage that was asked for."""
+    low, high = (f"{100 * ratio:.4g}" for ratio in config.ratios)
+    halves = "-sublayers" if config.sublayers else ""
+    return f"{as_file_name(Path(target).name)}.skip{low}{'' if low == high else f'to{high}'}{halves}.json"
 
 
 def _read(args: argparse.Namespace) -> int:
-    """`show` and `compare`."""
+    """`show`, `compare` and `pick`."""
     from viasd.mask import LayerMask
     from viasd.search.report import compare_lines, mask_lines
 
     masks = [LayerMask.load(path) for path in args.masks]
     screen = Screen()
+    if args.command == "pick":
+        from viasd.search.front import picked
+
+        picked(masks[0], args.skipped, Path(args.output).stem).save(args.output)
+        screen.note(f"mask written to {args.output}")
+        return 0
     if args.command == "show":
         if args.json:
             print_json(masks[0].to_json(), screen)

@@ -9,6 +9,9 @@ from typing import Any
 
 from viasd.errors import OptionError
 
+COST, TIME, PARETO = "cost", "time", "pareto"
+OBJECTIVES = (COST, TIME, PARETO)
+
 SKIP_RATIO = 0.45  # of the paper
 TRIALS = 100
 TAU = 512
@@ -19,7 +22,11 @@ class SearchConfig:
     """One search.
 
     Attributes:
-        skip: Share of the target's layers that a mask skips, in ``(0, 1)``; rounded to a whole number of layers.
+        skip: Share of the target's layers that a mask skips, in ``(0, 1)``; rounded to a whole number of layers. None is
+            the default where there is no range.
+        skip_range: Least and largest share, for a search over masks of many sizes.
+        objective: ``cost`` (R alone), ``time`` (predicted seconds per token) or ``pareto`` (the front of R against the time
+            of a slim pass); None is time for a range and cost for one ratio.
         trials: Distinct masks to evaluate, at least 1.
         theta: Every theta-th proposal is Bayesian.
         refine: Share of the others that are one swap away from the best mask.
@@ -41,7 +48,9 @@ class SearchConfig:
         OptionError: If a value is out of range or contradicts another.
     """
 
-    skip: float = SKIP_RATIO
+    skip: float | None = None
+    skip_range: tuple[float, float] | None = None
+    objective: str | None = None
     trials: int = TRIALS
     theta: int = 10
     refine: float = 0.5
@@ -60,8 +69,18 @@ class SearchConfig:
     controls: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.skip < 1:
+        if self.skip is not None and not 0 < self.skip < 1:
             raise OptionError(f"skip must be above 0 and below 1 (a share of the layers), but got {self.skip:g}")
+        if self.skip_range is not None:
+            low, high = self.skip_range
+            if self.skip is not None:
+                raise OptionError("skip and skip_range contradict each other: one ratio, or a range; leave one out")
+            if not 0 < low < high < 1:
+                raise OptionError(f"skip_range must be LO:HI with 0 < LO < HI < 1, but got {low:g}:{high:g}")
+        if self.goal not in OBJECTIVES:
+            raise OptionError(f"objective must be one of {', '.join(OBJECTIVES)}, but got '{self.goal}'")
+        if self.goal == PARETO and self.skip_range is None:
+            raise OptionError("a pareto front needs masks of several sizes; add --skip-range LO:HI")
         for name, least in (("trials", 1), ("theta", 1), ("keep_prefix", 1), ("gamma", 1), ("tau", 16)):
             if getattr(self, name) < least:
                 raise OptionError(f"{name} must be at least {least}, but got {getattr(self, name)}")
@@ -83,8 +102,21 @@ class SearchConfig:
             raise OptionError("the study's name is empty; give it some text or leave it out")
 
     @property
+    def ratios(self) -> tuple[float, float]:
+        """Least and largest share of skipped layers."""
+        ratio = SKIP_RATIO if self.skip is None else self.skip
+        return self.skip_range or (ratio, ratio)
+
+    @property
+    def goal(self) -> str:
+        """The objective."""
+        return self.objective or (TIME if self.skip_range is not None else COST)
+
+    @property
     def warning(self) -> str | None:
         """What is allowed but not advised, in words."""
+        if self.goal == COST and self.skip_range is not None:
+            return "objective cost prefers the fewest skipped layers, whatever they cost; time and pareto weigh both"
         if self.beta < 1 - self.alpha:
             return (
                 f"beta {self.beta:g} is below 1 - alpha = {1 - self.alpha:g}: the cost no longer bounds a lossy rejection "

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from viasd.runtime.display import Screen, mask_strip
+from viasd.search.objective import SECONDS, Figures
 from viasd.search.run import Stage
 
 _LINE_SECONDS = 10.0
@@ -64,9 +65,9 @@ class Watch:
             self._stage, self._first, self._entered, self._told = stage.name, stage.done, now, 0.0
         if stage.progress is not None:
             best = stage.progress
-            baseline = "" if best.baseline is None else f", even-spaced {best.baseline:.4f}"
+            baseline = "" if best.baseline is None else f"; even-spaced {_value(best.baseline)}"
             strip = mask_strip(best.route.keep, "best so far", partial=best.route.parts, unicode=self._unicode)
-            self._panel = (f"best cost {best.best_cost:.4f}{baseline}", strip)
+            self._panel = (f"best: {_value(best.best)}{baseline}", strip)
         if self._live is not None:
             self._live.update(self._drawn(stage, now))
         elif now - self._told >= _LINE_SECONDS or stage.done == stage.of:
@@ -88,6 +89,11 @@ class Watch:
             parts.append(ProgressBar(total=stage.of, completed=stage.done, width=50))
         parts += [Text(line, style="dim" if i else "") for i, line in enumerate(self._panel or ())]
         return Group(*parts)
+
+
+def _value(figures: Figures) -> str:
+    predicted = f"{1e3 * figures[SECONDS]:.1f} ms/token, " if SECONDS in figures else ""
+    return f"{predicted}cost {figures['cost']:.4f}"
 
 
 def _duration(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
@@ -20,10 +20,12 @@ from viasd.runtime.guard import GuardConfig
 from viasd.runtime.tiers import measure_tiers
 from viasd.search import guardfit
 from viasd.search.calibration import Calibration, Passage
-from viasd.search.config import SearchConfig
-from viasd.search.outcome import Figures, figures_of, median_of, rank
+from viasd.search.config import COST, SearchConfig
+from viasd.search.objective import Evaluation, Figures, Objective, rank
+from viasd.search.outcome import median_of
 from viasd.search.proposals import Mask, SearchSpace
-from viasd.search.scorer import Score, Scorer
+from viasd.search.scorer import Scorer
+from viasd.search.walk import PassTimes
 
 _MODE = "via"  # the mode that masks are for
 
@@ -34,29 +36,31 @@ class Findings:
 
     Attributes:
         space: The masks searched.
+        objective: What was minimised.
+        known: Figures of every mask evaluated whole.
         best: Best mask.
-        best_figures: Its figures.
-        even_figures: Those of the even-spaced mask, or None where it was given up early.
+        front: Masks of the front, fewest skipped layers first; empty where one value was minimised.
         controls: Figures of random masks.
         wanted: How many random masks there should be.
     """
 
     space: SearchSpace
+    objective: str
+    known: Mapping[Mask, Figures]
     best: Mask
-    best_figures: Figures
-    even_figures: Figures | None
+    front: Sequence[Mask]
     controls: Mapping[Mask, Figures]
     wanted: int
 
     @property
     def even(self) -> Mask:
-        """The even-spaced mask."""
-        return self.space.even()
+        """The even-spaced mask that skips as much as the best one."""
+        return self.space.even(self.best.count(0))
 
     @property
     def random_best(self) -> Mask | None:
         """The best of the random masks."""
-        return min(self.controls, key=lambda m: rank(self.controls[m]), default=None)
+        return min(self.controls, key=lambda m: rank(self.controls[m], self.objective), default=None)
 
     @property
     def complete(self) -> bool:
@@ -80,7 +84,8 @@ def details_of(
     pair: Pair,
     config: SearchConfig,
     text: Calibration,
-    scorer: Scorer,
+    objective: Objective,
+    times: PassTimes | None,
     mask: LayerMask,
     found: Findings,
     trials: int,
@@ -93,34 +98,45 @@ def details_of(
         pair: The pair.
         config: The search.
         text: Calibration text.
-        scorer: Of the searching half.
+        objective: Of the searching half.
+        times: What passes cost; None where only the cost counts.
         mask: The best mask.
         found: What the searching half says.
         trials: Masks evaluated.
         interrupted: Whether Ctrl-C ended the search; tiers and guard are left out then.
     """
-    scores: dict[Mask, Score] = {}
+    report: dict[Mask, Evaluation] = {}
+    even = found.known.get(found.even) or found.controls.get(found.even)
     tier: dict[str, Any] | None = None
-    guard: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    tokens: int | None = None
     try:
-        reporter = scorer_of(pair, config, text.report)
-        for wanted in {found.best: None, found.even: None, found.random_best: None}:
-            if wanted is not None:
-                scores[wanted] = reporter.score(found.space.route(wanted))
+        reporter = Objective(config.goal, pair, scorer_of(pair, config, text.report), config.gamma, times)
+        for wanted in (found.best, found.even, found.random_best, *found.front):
+            if wanted is not None and wanted not in report:
+                report[wanted] = reporter.evaluate(found.space.route(wanted))
+                tokens = reporter.scorer.tokens
         if not interrupted:
+            even = even or objective.evaluate(found.space.route(found.even)).figures
+            if times is not None:
+                more["two_tiers"] = reporter.two_tiers(mask.route)
             tier = _tier(pair, config, mask)
-            guard = _guard(pair, config, text, scorer, reporter, mask)
+            more |= _guard(pair, config, text, objective.scorer, reporter.scorer, mask)
     except KeyboardInterrupt:
         interrupted = True
-    report = {m: figures_of(s) for m, s in scores.items()}
+    figures = {m: e.figures for m, e in report.items()}
     return {
         # The figures to go by: of text that the search did not see, where there was time for it.
-        **(report.get(found.best) or found.best_figures),
-        "search": found.best_figures,
-        "report": report.get(found.best),
-        "report_tokens": reporter.tokens if scores else None,
-        "controls": _controls(found, scores, report),
-        "beats_random": _beats_random(found, scores),
+        **(figures.get(found.best) or found.known[found.best]),
+        "objective": config.goal,
+        "search": found.known[found.best],
+        "report": figures.get(found.best),
+        "report_tokens": tokens,
+        "controls": _controls(found, even, report),
+        "beats_random": _beats_random(found, figures),
+        "front": [_front_entry(mask, found, m, figures.get(m)) for m in found.front],
+        "times": None if times is None else times.as_json(),
+        "skip_range": None if config.skip_range is None else list(config.skip_range),
         "alpha": config.alpha,
         "beta": config.beta,
         "tau": config.tau,
@@ -133,7 +149,7 @@ def details_of(
         "interrupted": interrupted,
         "calibration": {"name": text.name, "hash": text.hash},
         "tier": tier,
-        **guard,
+        **more,
         "versions": {
             "viasd": viasd.__version__,
             "torch": str(torch.__version__),
@@ -144,10 +160,21 @@ def details_of(
     }
 
 
-def _controls(found: Findings, scores: Mapping[Mask, Score], report: Mapping[Mask, Figures]) -> dict[str, Any]:
+def _front_entry(best: LayerMask, found: Findings, mask: Mask, report: Figures | None) -> dict[str, Any]:
+    """A mask of the front, in the words of a mask file."""
+    route = found.space.route(mask)
+    file = replace(best, keep=route.keep, partial=route.partial, details={}).to_json()
+    own: dict[str, Any] = {name: file[name] for name in ("keep", "sublayers", "skip_ratio") if name in file}
+    return {**own, "search": found.known[mask], "report": report}
+
+
+def _controls(found: Findings, even: Figures | None, report: Mapping[Mask, Evaluation]) -> dict[str, Any]:
+    def reported(mask: Mask) -> Figures | None:
+        return report[mask].figures if mask in report else None
+
     controls: dict[str, Any] = {
         "random_masks": len(found.controls),
-        "even": {"search": found.even_figures, "report": report.get(found.even)},
+        "even": {"search": even, "report": reported(found.even)},
         "random_median": None,
         "random_best": None,
         "margin": None,
@@ -157,21 +184,21 @@ def _controls(found: Findings, scores: Mapping[Mask, Score], report: Mapping[Mas
         controls["random_median"] = {"search": median_of(list(found.controls.values()))}
         controls["random_best"] = {
             "search": dict(found.controls[best]),
-            "report": report.get(best),
+            "report": reported(best),
             "keep": list(best),
         }
-        if best in scores and found.best in scores:
-            gain = scores[best].per_token - scores[found.best].per_token
+        if found.objective == COST and best in report and found.best in report:
+            gain = report[best].score.per_token - report[found.best].score.per_token
             controls["margin"] = {"mean": float(gain.mean()), "error": float(gain.std() / math.sqrt(len(gain)))}
     return controls
 
 
-def _beats_random(found: Findings, scores: Mapping[Mask, Score]) -> bool | None:
+def _beats_random(found: Findings, report: Mapping[Mask, Figures]) -> bool | None:
     """Whether the best mask is better than the best of as many random ones on the reporting half; None if unknown."""
     best = found.random_best
-    if not found.complete or best is None or best not in scores or found.best not in scores:
+    if not found.complete or best is None or best not in report or found.best not in report:
         return None
-    return scores[found.best].cost < scores[best].cost
+    return rank(report[found.best], found.objective)[0] < rank(report[best], found.objective)[0]
 
 
 def _tier(pair: Pair, config: SearchConfig, mask: LayerMask) -> dict[str, Any]:

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from viasd.attention import Segment
 from viasd.draws import SeededDraws
 from viasd.estimator import Array, LogisticEstimator
-from viasd.layered import LayeredModel
 from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.rows import Rows
@@ -23,6 +21,7 @@ from viasd.runtime.gates import Decision, RatioGate, Thresholds
 from viasd.runtime.guard import GuardConfig, block_features, new_estimator
 from viasd.runtime.metrics import Counters
 from viasd.sampling import Sampler, SamplingConfig
+from viasd.search.drafting import states
 from viasd.search.scorer import Block, Scorer
 
 MIN_OBSERVATIONS = 200
@@ -185,18 +184,12 @@ class _TeacherForced:
         if block.tokens is not self._tokens:
             self._tokens = block.tokens
             self._lookup = LookupDrafter(Counters())
-            self._states = None if self._drafter is None else _states(self._drafter, block.tokens)
+            self._states = None if self._drafter is None else states(self._drafter, block.tokens)
         n = len(block.best)
         if self._drafter is not None and self._states is not None:
             rows = self._drafter.readout(self._states[:, block.start : block.start + n])
             return dict(enumerate(_from_rows(rows)))
         return _looked_up(self._lookup, block, n)
-
-
-def _states(model: LayeredModel, tokens: tuple[int, ...]) -> Tensor:
-    """Hidden states ``[1, n, d]`` after the last layer."""
-    step = model.step([Segment(model.new_kv(), 0, len(tokens))])
-    return model.run(model.embed(tokens), range(model.n_layers), step)[0]
 
 
 def _from_rows(logits: Tensor) -> list[Draft]:

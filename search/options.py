@@ -10,13 +10,15 @@ from pathlib import Path
 import viasd
 from viasd.errors import OptionError
 from viasd.runtime.models import Parser, add_model_options, check_models
-from viasd.search.config import SKIP_RATIO, TAU, TRIALS, SearchConfig
+from viasd.search.config import OBJECTIVES, SKIP_RATIO, TAU, TRIALS, SearchConfig
 
 PROG = "viasd-search"
 _EPILOG = f"""\
 also:
   {PROG} show MASK        draw a mask file and its figures
   {PROG} compare A B      two mask files side by side
+  {PROG} pick FRONT --skipped N --output FILE
+                                  another mask of a pareto front, as a file
 
 cost is R(q' || q) of the slim verifier q' against the full verifier q, per token of text that the target wrote itself,
 run in blocks of gamma + 1 as decoding does. A study can be continued, by the same command, after any interruption, and by
@@ -24,14 +26,17 @@ several processes at once: all of them together evaluate exactly --trials distin
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Parses and checks; ``command`` is ``search``, ``show`` or ``compare``.
+    """Parses and checks; ``command`` is ``search``, ``show``, ``compare`` or ``pick``.
 
     Raises:
         OptionError: If an option is malformed, or options contradict each other.
         PairError: If the pair is not registered.
     """
-    if argv[:1] == ["show"] or argv[:1] == ["compare"]:
-        return _reader(argv[0]).parse_args(argv[1:])
+    if argv and argv[0] in _READERS:
+        args = _reader(argv[0]).parse_args(argv[1:])
+        if argv[0] == "pick":
+            check_writable("output", args.output)
+        return args
     args = build_parser().parse_args(argv)
     check_models(args)
     for name in ("output", "plot"):
@@ -53,6 +58,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     search = parser.add_argument_group("search")
     search.add_argument("--skip", type=float, metavar="X", help=f"share of the layers to skip (default {SKIP_RATIO})")
+    search.add_argument(
+        "--skip-range", type=_range, metavar="LO:HI", help="search masks of all sizes between two shares, e.g. 0.1:0.5"
+    )
+    search.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        help="cost: R alone (default for one ratio); time: predicted seconds per token (default for a range); pareto: all "
+        "masks that are best for their speed",
+    )
     search.add_argument("--trials", type=int, metavar="N", help=f"distinct masks to evaluate (default {TRIALS})")
     search.add_argument(
         "--sublayers", action="store_true", default=None, help="skip attention and MLP of a layer separately"
@@ -101,6 +115,14 @@ def config_from_args(args: argparse.Namespace) -> SearchConfig:
     return SearchConfig(**given)
 
 
+def _range(text: str) -> tuple[float, float]:
+    low, _, high = text.partition(":")
+    try:
+        return float(low), float(high)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected LO:HI, such as 0.1:0.5, but got '{text}'") from error
+
+
 def check_writable(name: str, value: str) -> None:
     """Refuses a file that can't be written, before the work whose result it is for.
 
@@ -120,10 +142,22 @@ def check_writable(name: str, value: str) -> None:
         raise OptionError(f"--{name}: folder '{path.parent}' is not writable")
 
 
+_READERS = {
+    "show": "Draw a mask file and its figures.",
+    "compare": "Two mask files side by side.",
+    "pick": "Write another mask of a pareto front as a mask file.",
+}
+
+
 def _reader(command: str) -> argparse.ArgumentParser:
-    text = {"show": "Draw a mask file and its figures.", "compare": "Two mask files side by side."}[command]
-    parser = Parser(prog=f"{PROG} {command}", allow_abbrev=False, description=text)
+    parser = Parser(prog=f"{PROG} {command}", allow_abbrev=False, description=_READERS[command])
     parser.set_defaults(command=command)
-    parser.add_argument("masks", nargs=1 if command == "show" else 2, metavar="MASK", help="mask file")
-    parser.add_argument("--json", action="store_true", default=None, help="one JSON object on standard output")
+    parser.add_argument("masks", nargs=2 if command == "compare" else 1, metavar="MASK", help="mask file")
+    if command == "pick":
+        parser.add_argument(
+            "--skipped", type=float, metavar="N", required=True, help="skipped layers of the wanted mask"
+        )
+        parser.add_argument("--output", metavar="FILE", required=True, help="the mask file to write")
+    else:
+        parser.add_argument("--json", action="store_true", default=None, help="one JSON object on standard output")
     return parser

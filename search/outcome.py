@@ -10,11 +10,9 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from viasd.mask import LayerMask
+from viasd.search.objective import Figures
 from viasd.search.proposals import Mask, mask_in
-from viasd.search.scorer import Score
-from viasd.search.study import SLOT
-
-Figures = dict[str, float]
+from viasd.search.study import FIGURES, SLOT
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,8 @@ class SearchOutcome:
         trials: Distinct masks evaluated.
         wanted: Distinct masks asked for (fewer than the user's where the space is smaller).
         pruned: Of the evaluated ones, those given up early.
-        trace: Cost by step; None where pruned.
+        trace: First value of the objective by step; None where pruned.
+        points: (`SLIM`, cost) of every mask evaluated whole, where pass times were measured.
         importance: Per layer (or half layer: attention and MLP in turn), mean cost of the evaluated masks that skip it minus
             mean cost of those that keep it; None where one of the two kinds is missing.
         timing: Where the time went.
@@ -76,6 +75,7 @@ class SearchOutcome:
     wanted: int
     pruned: int
     trace: tuple[float | None, ...]
+    points: tuple[tuple[float, float], ...]
     importance: tuple[float | None, ...]
     timing: Timing
 
@@ -94,6 +94,8 @@ class SearchOutcome:
             "controls": details["controls"],
             "beats_random": details["beats_random"],
             "tier": details["tier"],
+            "objective": details["objective"],
+            "front": details["front"],
             "importance": list(self.importance),
             "trace": list(self.trace),
             "pruned": self.pruned,
@@ -107,23 +109,13 @@ class SearchOutcome:
         }
 
 
-def figures_of(score: Score) -> Figures:
-    """A score's means by name."""
-    return {"cost": score.cost, "kl": score.kl, "tv": score.tv, "agreement": score.agreement}
-
-
 def trial_figures(trial: FrozenTrial) -> Figures:
-    """The same of a completed trial."""
-    return {"cost": float(trial.values[0]), **{n: float(trial.user_attrs[n]) for n in ("kl", "tv", "agreement")}}
-
-
-def rank(figures: Figures) -> tuple[float, float]:
-    """Order of masks: by cost, ties by KL."""
-    return figures["cost"], figures["kl"]
+    """Figures of a completed trial."""
+    return {name: float(value) for name, value in trial.user_attrs[FIGURES].items()}
 
 
 def trace_of(trials: Iterable[FrozenTrial]) -> tuple[float | None, ...]:
-    """Cost by step; None where pruned."""
+    """First value of the objective by step; None where pruned."""
     ordered = sorted(trials, key=lambda t: t.user_attrs[SLOT])
     return tuple(float(t.values[0]) if t.state == TrialState.COMPLETE else None for t in ordered)
 
@@ -136,7 +128,7 @@ def importance_of(
     for trial in trials:
         mask = mask_in(trial)
         if mask is not None and trial.state == TrialState.COMPLETE:
-            costs[mask] = float(trial.values[0])
+            costs[mask] = trial_figures(trial)["cost"]
     return tuple(_contrast(costs, unit) for unit in range(n_units))
 
 
@@ -148,4 +140,4 @@ def _contrast(costs: Mapping[Mask, float], unit: int) -> float | None:
 
 def median_of(figures: Sequence[Figures]) -> Figures:
     """Median of every figure on its own."""
-    return {name: statistics.median(f[name] for f in figures) for name in ("cost", "kl", "tv", "agreement")}
+    return {name: statistics.median(f[name] for f in figures) for name in figures[0]}

@@ -7,12 +7,18 @@ import io
 import math
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from viasd.errors import OptionError
 from viasd.files import write_atomically
 from viasd.routes import PARTS
+from viasd.search.config import TIME
+from viasd.search.objective import SECONDS, SLIM
 from viasd.search.outcome import SearchOutcome
 from viasd.search.report import skipped_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _KEPT, _SKIPPED, _GREY = "#1f6f8b", "#e6e6e6", "#9a9a9a"
 
@@ -54,22 +60,7 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     keep = unit_flags(outcome)
     figure.suptitle(f"{outcome.mask.pair}: {skipped_words(outcome)} skipped")
 
-    steps = [i for i, cost in enumerate(outcome.trace) if cost is not None]
-    costs = [cost for cost in outcome.trace if cost is not None]
-    trace.plot(steps, costs, ".", color=_GREY, label="evaluated mask")
-    running = accumulate((math.inf if c is None else c for c in outcome.trace), min)
-    trace.step(range(len(outcome.trace)), list(running), where="post", color=_KEPT, label="best so far")
-    controls = details.get("controls") or {}
-    for key, label, style in (
-        ("even", "even-spaced", ":"),
-        ("random_best", "best random mask", "--"),
-        ("random_median", "median random mask", "-."),
-    ):
-        figures = (controls.get(key) or {}).get("search")
-        if figures is not None:
-            trace.axhline(figures["cost"], linestyle=style, color="black", linewidth=1, label=label)
-    trace.set(xlabel="step", ylabel="cost (searching half)")
-    trace.legend(fontsize="small", loc="upper right")
+    (_draw_front if details["front"] else _draw_trace)(trace, outcome)
 
     values = [0.0 if v is None else v for v in outcome.importance]
     colors = [_KEPT if k else _GREY for k in keep]
@@ -86,3 +77,36 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     write_atomically(Path(path), buffer.getvalue(), OptionError)
+
+
+def _draw_trace(axes: Axes, outcome: SearchOutcome) -> None:
+    """The objective by step."""
+    timed = outcome.mask.details["objective"] == TIME
+    scale, name = (1e3, SECONDS) if timed else (1.0, "cost")
+    values = [None if value is None else scale * value for value in outcome.trace]
+    whole = [(step, value) for step, value in enumerate(values) if value is not None]
+    axes.plot(*zip(*whole, strict=True), ".", color=_GREY, label="evaluated mask")
+    running = accumulate((math.inf if v is None else v for v in values), min)
+    axes.step(range(len(values)), list(running), where="post", color=_KEPT, label="best so far")
+    controls = outcome.mask.details.get("controls") or {}
+    for key, label, style in (
+        ("even", "even-spaced", ":"),
+        ("random_best", "best random mask", "--"),
+        ("random_median", "median random mask", "-."),
+    ):
+        figures = (controls.get(key) or {}).get("search")
+        if figures is not None:
+            axes.axhline(scale * figures[name], linestyle=style, color="black", linewidth=1, label=label)
+    axes.set(xlabel="step", ylabel=f"{'predicted ms/token' if timed else 'cost'} (searching half)")
+    axes.legend(fontsize="small", loc="upper right")
+
+
+def _draw_front(axes: Axes, outcome: SearchOutcome) -> None:
+    """Cost against the time of a slim pass."""
+    axes.plot(*zip(*outcome.points, strict=True), ".", color=_GREY, label="evaluated mask")
+    front = [entry["search"] for entry in outcome.mask.details["front"]]
+    axes.plot([f[SLIM] for f in front], [f["cost"] for f in front], "o-", color=_KEPT, label="front")
+    own = outcome.mask.details["search"]
+    axes.plot([own[SLIM]], [own["cost"]], "D", color="black", label="least predicted time")
+    axes.set(xlabel="slim pass, share of a full one", ylabel="cost (searching half)")
+    axes.legend(fontsize="small", loc="upper right")

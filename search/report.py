@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from viasd.mask import LayerMask
-from viasd.runtime.display import mask_strip
+from viasd.runtime.display import mask_cells, mask_strip
+from viasd.search.front import front_entries, picked
+from viasd.search.objective import SECONDS, SLIM
 from viasd.search.outcome import SearchOutcome
 
 _NAMED_LAYERS = 4
@@ -38,6 +40,8 @@ def skipped_words(outcome: SearchOutcome) -> str:
     """How much every mask of a search skips."""
     mask, n = outcome.mask, len(outcome.mask.keep)
     skipped = n - sum(mask.keep)
+    if (ratios := mask.details.get("skip_range")) is not None:
+        return f"{ratios[0]:g} to {ratios[1]:g} of {n} layers"
     return (
         f"{2 * skipped - len(mask.partial)} of {2 * n} half layers" if outcome.sublayers else f"{skipped} of {n} layers"
     )
@@ -52,6 +56,12 @@ def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
     if "search" in details or "controls" in details:
         lines += ["", *_table(details), ""]
         lines.append(random_verdict(details))
+    lines += front_lines(mask, unicode=unicode)
+    if (two := details.get("two_tiers")) is not None:
+        lines.append(
+            "predicted on the text, ms/token: three tiers with a guard that is always right "
+            f"{_milli(details.get(SECONDS))}, two tiers {_milli(two.get('sd'))}, plain {_milli(two.get('plain'))}"
+        )
     if (tier := details.get("tier")) is not None:
         lines += tier_lines(tier)
     if (guard := details.get("guard_reliability")) is not None:
@@ -76,6 +86,28 @@ def random_verdict(details: Mapping[str, Any]) -> str:
     if margin is not None and margin["mean"] == 0:
         return f"NOT BETTER THAN CHANCE: the best of {n} random masks is just as good, or the very same"
     return f"NOT BETTER THAN CHANCE: on text the search did not see, the best of {n} random masks costs less{by}"
+
+
+def front_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
+    """The masks of a front, one a line."""
+    entries = front_entries(mask)
+    if not entries:
+        return []
+    lines = ["", "front (cost against the time of a slim pass), reporting half:"]
+    for skipped, entry in entries:
+        one = picked(mask, skipped, f"{skipped:g}")
+        figures = one.details
+        lines.append(
+            f"  [{mask_cells(one.keep, dict(one.partial), unicode=unicode)}] skips {skipped:>4g}  "
+            f"slim pass {_number(figures.get(SLIM))} of a full one  cost {_number(figures.get('cost'))}  "
+            f"agree {_number(figures.get('agreement'))}  {_milli(figures.get(SECONDS))} ms/token"
+            + ("  <- this file" if entry.get("keep") == [int(k) for k in mask.keep] else "")
+        )
+    return [*lines, ""]
+
+
+def _milli(seconds: Any) -> str:
+    return f"{1e3 * seconds:.1f}" if isinstance(seconds, int | float) else "?"
 
 
 def tier_lines(tier: Mapping[str, Any]) -> list[str]:
@@ -183,19 +215,22 @@ def _table(details: Mapping[str, Any]) -> list[str]:
     rows += [("even-spaced", controls["even"])] if controls.get("even") else []
     rows += [(f"best of {n} random", controls["random_best"])] if controls.get("random_best") else []
     rows += [(f"median of {n} random", controls["random_median"])] if controls.get("random_median") else []
+    titles = ["cost", "KL", "agree"] + (["ms/token"] if SECONDS in details else [])
+    width = 10 * len(titles)
     lines = [
-        f"{'':{_WIDTH}}{'searching half':^30}{'reporting half':^30}",
-        f"{'':{_WIDTH}}" + _cells(("cost", "KL", "agree")) * 2,
+        f"{'':{_WIDTH}}{'searching half':^{width}}{'reporting half':^{width}}",
+        f"{'':{_WIDTH}}" + _cells(titles) * 2,
     ]
     for name, halves in rows:
-        cells = [_figures(halves.get(half)) for half in ("search", "report")]
+        cells = [_figures(halves.get(half), timed=SECONDS in details) for half in ("search", "report")]
         lines.append(f"{name:{_WIDTH}}{cells[0]}{cells[1]}".rstrip())
     return lines
 
 
-def _figures(figures: Mapping[str, Any] | None) -> str:
-    names = ("cost", "kl", "agreement")
-    return _cells(tuple("-" if figures is None else _number(figures.get(n)) for n in names))
+def _figures(figures: Mapping[str, Any] | None, *, timed: bool) -> str:
+    known = figures or {}
+    values = [_number(known.get(n)) for n in ("cost", "kl", "agreement")]
+    return _cells([*values, _milli(known.get(SECONDS))] if timed else values)
 
 
 def _cells(values: Sequence[str]) -> str:

@@ -12,21 +12,22 @@ from itertools import islice
 from typing import Any
 
 import optuna
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from viasd.errors import OptionError
 from viasd.files import cache_folder
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.search.calibration import Calibration, Passage, file_calibration, self_calibration
-from viasd.search.config import SearchConfig, name_of_study
+from viasd.search.config import COST, PARETO, SearchConfig, name_of_study
 from viasd.search.findings import Findings, details_of, scorer_of
-from viasd.search.outcome import Figures, SearchOutcome, Timing, figures_of, importance_of, trace_of, trial_figures
-from viasd.search.proposals import DimrSampler, Mask, SearchSpace, mask_in, mask_text
+from viasd.search.objective import SLIM, VALUES, Figures, Objective, measure_passes
+from viasd.search.outcome import SearchOutcome, Timing, importance_of, trace_of, trial_figures
+from viasd.search.proposals import DimrSampler, Mask, SearchSpace, front_of, mask_in, mask_text
 from viasd.search.storage import open_storage, storage_errors
-from viasd.search.study import Progress, Search, open_study
+from viasd.search.study import Progress, Search, agreed, open_study
+from viasd.search.walk import PassTimes
 
-_TEXT = "calibration"
 _CONTROL = "control:"
 
 
@@ -74,7 +75,7 @@ def search_mask(pair: Pair, config: SearchConfig, tell: Tell = lambda stage: Non
 def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     started = time.perf_counter()
     space = _space(pair, config)
-    sampler = DimrSampler(space, config.trials)
+    sampler = DimrSampler(space, config.trials, len(VALUES[config.goal]))
     text = None if config.calibration == "self" else file_calibration(pair, config.calibration, config.tau)
     setup = _setup(pair, config, space, text)
     name = config.study or name_of_study(pair.name, setup)
@@ -82,8 +83,10 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     with storage_errors(url):
         study = open_study(open_storage(url), name, setup, sampler)
         text = text or _own_text(study, pair, config, tell)
+        times = None if config.goal == COST else _pass_times(study, pair, config, text)
     scorer = scorer_of(pair, config, text.search)
-    search = Search(study, sampler, scorer, config.trials, lambda p: tell(Stage("search", p.done, p.trials, p)))
+    objective = Objective(config.goal, pair, scorer, config.gamma, times)
+    search = Search(study, sampler, objective, config.trials, lambda p: tell(Stage("search", p.done, p.trials, p)))
     masks = list(islice(space.random_masks("controls"), config.n_controls))
     interrupted, layers, groups = False, (0, 0), 0
     with storage_errors(url):
@@ -102,9 +105,10 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     route = space.route(best[0])
     target = ModelIdentity.of(pair.target, pair.target_id)
     mask = LayerMask(route.keep, name, pair.name, target, partial=route.partial)
-    findings = Findings(space, best[0], known[best[0]], known.get(space.even()), controls, len(masks))
+    front = _front(trials) if config.goal == PARETO else ()
+    findings = Findings(space, config.goal, known, best[0], front, controls, len(masks))
     tell(Stage("report", 0, 1))
-    details = details_of(pair, config, text, scorer, mask, findings, len(trials), interrupted=interrupted)
+    details = details_of(pair, config, text, objective, times, mask, findings, len(trials), interrupted=interrupted)
     timing = Timing(
         seconds=time.perf_counter() - started,
         proposals=search.proposal_seconds,
@@ -122,6 +126,7 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
         wanted=search.trials,
         pruned=sum(t.state == TrialState.PRUNED for t in trials),
         trace=trace_of(trials),
+        points=tuple((figures[SLIM], figures["cost"]) for figures in known.values() if SLIM in figures),
         importance=importance_of(trials, controls, space.n_units),
         timing=timing,
     )
@@ -135,20 +140,23 @@ def _space(pair: Pair, config: SearchConfig) -> SearchSpace:
         )
     n_layers = pair.target.n_layers
     units = n_layers * (2 if config.sublayers else 1)
-    n_skip = round(config.skip * units)
-    return SearchSpace(n_layers, n_skip, config.keep_prefix, config.theta, config.refine, config.seed, config.sublayers)
+    fewest, most = (round(ratio * units) for ratio in config.ratios)
+    return SearchSpace(
+        n_layers, fewest, config.keep_prefix, config.theta, config.refine, config.seed, config.sublayers, most
+    )
 
 
 def _setup(pair: Pair, config: SearchConfig, space: SearchSpace, text: Calibration | None) -> dict[str, Any]:
     """Everything that decides which masks are tried and what they cost."""
-    # Text of the target's own is made once a study and kept there: two machines may round it differently.
+    # Text of the target's own is made once a study and kept there: two machines may round it differently. So are times.
     own = {"name": "self", "prompts": config.prompts}
     calibration = own if text is None else {"name": text.name, "hash": text.hash}
     return {
         "target": asdict(ModelIdentity.of(pair.target, pair.target_id)),
         "dtype": pair.dtype,
         "layers": space.n_layers,
-        "n_skip": space.n_skip,
+        "skipped": [space.sizes[0], space.sizes[-1]],
+        "objective": config.goal,
         "sublayers": space.sublayers,
         "keep_prefix": space.keep_prefix,
         "theta": space.theta,
@@ -165,18 +173,29 @@ def _setup(pair: Pair, config: SearchConfig, space: SearchSpace, text: Calibrati
 
 def _own_text(study: optuna.Study, pair: Pair, config: SearchConfig, tell: Tell) -> Calibration:
     """The target's own answers: those that the study has, or new ones, which it keeps."""
-    if _TEXT not in study.user_attrs:
+
+    def write() -> dict[str, Any]:
         made = self_calibration(pair, config.tau, config.prompts, lambda done, of: tell(Stage("calibration", done, of)))
-        if _TEXT not in study.user_attrs:  # another worker may have been faster
-            halves = {"search": made.search, "report": made.report}
-            study.set_user_attr(
-                _TEXT, {k: [{"tokens": p.tokens, "first": p.first} for p in half] for k, half in halves.items()}
-            )
-    kept = study.user_attrs[_TEXT]
+        halves = {"search": made.search, "report": made.report}
+        return {k: [{"tokens": p.tokens, "first": p.first} for p in half] for k, half in halves.items()}
+
+    kept = agreed(study, "calibration", write)
     search, report = (
         tuple(Passage(tuple(p["tokens"]), p["first"]) for p in kept[half]) for half in ("search", "report")
     )
     return Calibration("self", search, report)
+
+
+def _pass_times(study: optuna.Study, pair: Pair, config: SearchConfig, text: Calibration) -> PassTimes:
+    """What passes cost: measured by the study's first worker, and the same for all, or no two would agree on a mask."""
+    longest = max(text.search, key=lambda p: len(p.tokens)).tokens
+    return PassTimes.of(agreed(study, "times", lambda: measure_passes(pair, longest, config.gamma).as_json()))
+
+
+def _front(trials: Sequence[FrozenTrial]) -> tuple[Mask, ...]:
+    """Masks of the front, fewest skipped layers first."""
+    front = front_of([t for t in trials if t.state == TrialState.COMPLETE])
+    return tuple(m for t in sorted(front, key=lambda t: -t.values[1]) if (m := mask_in(t)) is not None)
 
 
 def _score_controls(search: Search, masks: Sequence[Mask], tell: Tell) -> None:
@@ -188,8 +207,8 @@ def _score_controls(search: Search, masks: Sequence[Mask], tell: Tell) -> None:
         known = _known(search, masks)
         tell(Stage("controls", len(known), len(masks)))
         if mask not in known:
-            score = search.scorer.score(search.sampler.space.route(mask))
-            search.study.set_user_attr(_CONTROL + mask_text(mask), figures_of(score))
+            figures = search.objective.evaluate(search.sampler.space.route(mask)).figures
+            search.study.set_user_attr(_CONTROL + mask_text(mask), figures)
 
 
 def _known(search: Search, masks: Sequence[Mask]) -> dict[Mask, Figures]:

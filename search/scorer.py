@@ -40,6 +40,8 @@ class Score:
         agreement: Share of positions with the same argmax.
         tokens: Number of positions.
         per_token: Cost of each position (for comparing masks pairwise).
+        best: Argmax of the slim verifier at each position.
+        ratio: ``q'(drafted) / max q'`` at each position, where drafted tokens were given.
     """
 
     cost: float
@@ -48,11 +50,28 @@ class Score:
     agreement: float
     tokens: int
     per_token: Tensor
+    best: Tensor
+    ratio: Tensor | None = None
 
     @property
     def accept_mass(self) -> float:
         """Mean probability that q keeps a token drawn from q'."""
         return 1 - self.tv
+
+
+@dataclass(frozen=True)
+class Text:
+    """One passage as it is scored.
+
+    Attributes:
+        tokens: All tokens of the passage but the last.
+        start: Position of the first scored row, which follows ``tokens[: start + 1]``.
+        length: Scored rows.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -194,15 +213,35 @@ class Scorer:
         """Groups of passages; a partial cost is reported after each."""
         return len(self._groups)
 
-    def score(self, route: Route, report: Callable[[int, float], None] = lambda step, cost: None) -> Score:
+    @property
+    def texts(self) -> list[Text]:
+        """The passages in the order of their rows."""
+        return [Text(p.tokens, p.start, p.length) for group in self._groups for p in group]
+
+    @property
+    def best(self) -> Tensor:
+        """Argmax of q at every scored position."""
+        return torch.cat(self._best)
+
+    def score(
+        self,
+        route: Route,
+        report: Callable[[int, Score], None] = lambda group, score: None,
+        drafted: Tensor | None = None,
+    ) -> Score:
         """Scores one route. The same route gives the same score, bit for bit, whatever was scored before.
 
         Args:
             route: Layers the slim path runs.
-            report: Receives the group's number and the mean cost so far after every group; may raise to stop early.
+            report: Receives the group's number and the score so far after every group; may raise to stop early.
+            drafted: A token for each scored position, whose `Score.ratio` is wanted; below 0 is none.
         """
-        costs: list[Tensor] = []
-        sums = torch.zeros(3, dtype=torch.float64)
+        figures: list[Tensor] = []
+        same: list[Tensor] = []
+        best: list[Tensor] = []
+        ratios: list[Tensor] = []
+        done = 0
+        score: Score | None = None
         with torch.inference_mode():
             for number, group in enumerate(self._groups):
                 final = self._run(group, route)
@@ -211,17 +250,28 @@ class Scorer:
                 for chunk in final.split(ROWS, dim=1):
                     n = chunk.shape[1]
                     logits = self.model.readout(chunk)
-                    figures = (
-                        stage_figures(logits, self._rows[number][at : at + n], self.alpha, self.beta).double().cpu()
-                    )
-                    costs.append(figures[:, 0])
-                    same = (logits.argmax(dim=-1) == self._best[number][at : at + n]).double()
-                    sums += torch.stack([figures[:, 1].sum(), figures[:, 2].sum(), same.sum().cpu()])
-                    at += n
-                report(number, float(torch.cat(costs).mean()))
-        per_token = torch.cat(costs)
-        mean = (sums / len(per_token)).tolist()
-        return Score(float(per_token.mean()), mean[0], mean[1], mean[2], len(per_token), per_token)
+                    rows = self._rows[number][at : at + n]
+                    figures.append(stage_figures(logits, rows, self.alpha, self.beta).double().cpu())
+                    best.append(logits.argmax(dim=-1))
+                    same.append((best[-1] == self._best[number][at : at + n]).double().cpu())
+                    if drafted is not None:
+                        tokens = drafted[done : done + n].to(best[-1]).clamp_min(0)
+                        both = torch.stack([tokens, best[-1]], dim=1)
+                        mine, peak = logits.gather(1, both).unbind(dim=1)
+                        ratios.append((mine - peak).exp().cpu())
+                    at, done = at + n, done + n
+                score = _score(figures, same, best, ratios)
+                report(number, score)
+        assert score is not None  # a scorer has at least one group
+        return score
+
+    def answers(self, route: Route) -> Tensor:
+        """A route's argmax at every scored position."""
+        found = []
+        with torch.inference_mode():
+            for group in self._groups:
+                found += [self.model.readout(c).argmax(dim=-1) for c in self._run(group, route).split(ROWS, dim=1)]
+        return torch.cat(found)
 
     def blocks(self, route: Route) -> Iterator[Block]:
         """A route's rows, block by block, beside what q says there. Call it in inference mode."""
@@ -264,6 +314,14 @@ class Scorer:
         step = self.model.step([Segment(kv, 0, passage.end)])
         final, _ = self.model.run(passage.hidden[first], layers, step, parts=route.parts)
         return final[:, passage.start :]
+
+
+def _score(figures: list[Tensor], same: list[Tensor], best: list[Tensor], ratios: list[Tensor]) -> Score:
+    per_token = torch.cat(figures)
+    mean = per_token.mean(dim=0).tolist()
+    agreement = float(torch.cat(same).mean())
+    ratio = torch.cat(ratios) if ratios else None
+    return Score(mean[0], mean[1], mean[2], agreement, len(per_token), per_token[:, 0], torch.cat(best), ratio)
 
 
 def _grouped(passages: Sequence[Passage]) -> list[list[Passage]]:

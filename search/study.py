@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +18,18 @@ from optuna.trial import FrozenTrial, TrialState
 
 from viasd.errors import OptionError
 from viasd.routes import Route
+from viasd.search.objective import Figures, Objective, rank
 from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text
-from viasd.search.scorer import Score, Scorer
 
 SLOT = "step"
+FIGURES = "figures"
 _WORKER = "worker"
 _STARTED = "started"
 _SETUP = "setup"
 # A worker of another machine can't be asked whether it lives: its trial is given up after this long.
 _SILENT_SECONDS = 3600.0
 _POLL_SECONDS = 0.2
+_AGREE_SECONDS = 1.0
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -37,18 +40,18 @@ class Progress:
     Attributes:
         done: Masks evaluated so far, by all workers.
         trials: Masks wanted.
-        cost: This mask's cost, or None where it was pruned.
+        figures: This mask's figures, or None where it was pruned.
         route: Route of the best mask so far.
-        best_cost: Its cost.
-        baseline: Cost of the even-spaced mask.
+        best: Its figures.
+        baseline: Figures of the even-spaced mask.
     """
 
     done: int
     trials: int
-    cost: float | None
+    figures: Figures | None
     route: Route
-    best_cost: float
-    baseline: float | None
+    best: Figures
+    baseline: Figures | None
 
 
 def open_study(storage: BaseStorage | str, name: str, setup: dict[str, Any], sampler: DimrSampler) -> optuna.Study:
@@ -66,7 +69,12 @@ def open_study(storage: BaseStorage | str, name: str, setup: dict[str, Any], sam
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pruner = MedianPruner(n_startup_trials=sampler.space.theta, n_warmup_steps=0)
     study = optuna.create_study(
-        storage=storage, study_name=name, sampler=sampler, pruner=pruner, direction="minimize", load_if_exists=True
+        storage=storage,
+        study_name=name,
+        sampler=sampler,
+        pruner=pruner,
+        directions=["minimize"] * sampler.objectives,
+        load_if_exists=True,
     )
     text = json.dumps(setup, sort_keys=True)
     stored = study.user_attrs.get(_SETUP)
@@ -91,7 +99,7 @@ class Search:
     Args:
         study: See `open_study`.
         sampler: The study's sampler.
-        scorer: Scores on the searching half.
+        objective: Evaluates masks on the searching half.
         trials: Masks to evaluate in all.
         tell: Receives a `Progress` after every mask.
     """
@@ -100,13 +108,13 @@ class Search:
         self,
         study: optuna.Study,
         sampler: DimrSampler,
-        scorer: Scorer,
+        objective: Objective,
         trials: int,
         tell: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self.study = study
         self.sampler = sampler
-        self.scorer = scorer
+        self.objective = objective
         self.trials = min(trials, sampler.space.size)
         self.tell = tell
         self.proposal_seconds = 0.0
@@ -130,15 +138,15 @@ class Search:
         """Trials whose mask has been evaluated, pruned ones included."""
         return [t for t in self.study.get_trials(deepcopy=False) if t.state in _FINISHED]
 
-    def best(self) -> tuple[Mask, float] | None:
-        """Best mask so far and its cost, or None."""
+    def best(self) -> tuple[Mask, Figures] | None:
+        """Best mask so far and its figures, or None."""
         done = [t for t in self.study.get_trials(deepcopy=False) if t.state == TrialState.COMPLETE]
         if not done:
             return None
-        trial = min(done, key=lambda t: (t.values[0], t.user_attrs.get("kl", 0.0), t.number))
+        trial = min(done, key=lambda t: (*rank(t.user_attrs[FIGURES], self.objective.name), t.number))
         mask = mask_in(trial)
         assert mask is not None
-        return mask, float(trial.values[0])
+        return mask, dict(trial.user_attrs[FIGURES])
 
     def _free_step(self) -> int | None:
         """A step nobody has taken; -1 while others are busy with the last ones; None when all are done."""
@@ -167,22 +175,21 @@ class Search:
             return
         self.proposal_seconds += time.perf_counter() - started
         started = time.perf_counter()
-        score: Score | None = None
+        figures: Figures | None = None
         # Telling is skipped where another worker gave this one up for dead.
         try:
-            found = score = self._score(trial_id, mask)
+            figures = self._measure(trial_id, mask)
         except optuna.TrialPruned:
             self.study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
         except BaseException:
             self._fail(number)
             raise
         else:
-            for name in ("kl", "tv", "agreement"):
-                self._storage.set_trial_user_attr(trial_id, name, getattr(found, name))
-            self.study.tell(number, found.cost, skip_if_finished=True)
+            self._storage.set_trial_user_attr(trial_id, FIGURES, figures)
+            self.study.tell(number, self.objective.values(figures), skip_if_finished=True)
         self.scoring_seconds += time.perf_counter() - started
         self.scored += 1
-        self._report(score)
+        self._report(figures)
 
     def _claim(self, step: int, mask: Mask) -> int:
         """A running trial with everything that is known of it, in one write.
@@ -194,13 +201,15 @@ class Search:
         template = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=attrs)
         return int(self._storage.create_new_trial(self.study._study_id, template_trial=template))
 
-    def _score(self, trial_id: int, mask: Mask) -> Score:
-        def partial(group: int, cost: float) -> None:
-            self._storage.set_trial_intermediate_value(trial_id, group, cost)
-            if self.study.pruner.prune(self.study, self._storage.get_trial(trial_id)):
+    def _measure(self, trial_id: int, mask: Mask) -> Figures:
+        def partial(group: int, value: float) -> None:
+            self._storage.set_trial_intermediate_value(trial_id, group, value)
+            # Optuna prunes by one value; and half-way through, of two masks of different sizes neither is the worse one.
+            single = self.sampler.objectives == 1
+            if single and self.study.pruner.prune(self.study, self._storage.get_trial(trial_id)):
                 raise optuna.TrialPruned
 
-        return self.scorer.score(self.sampler.space.route(mask), partial)
+        return self.objective.evaluate(self.sampler.space.route(mask), partial).figures
 
     def _contested(self, number: int, step: int, mask: Mask) -> bool:
         """Whether an earlier trial has this step or this mask: of two workers at the same moment, the later one yields."""
@@ -235,24 +244,44 @@ class Search:
         # Two workers may bury the same trial; Optuna refuses the second, which is fine.
         self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
-    def _report(self, score: Score | None) -> None:
+    def _report(self, figures: Figures | None) -> None:
         best = self.best()
         if best is None:
             return
         trials = self.study.get_trials(deepcopy=False)
         even = mask_text(self.sampler.space.even())
         baseline = next(
-            (t.values[0] for t in trials if t.state == TrialState.COMPLETE and t.user_attrs.get(MASK_ATTR) == even),
+            (
+                dict(t.user_attrs[FIGURES])
+                for t in trials
+                if t.state == TrialState.COMPLETE and t.user_attrs.get(MASK_ATTR) == even
+            ),
             None,
         )
         done = sum(t.state in _FINISHED for t in trials)
-        self.tell(
-            Progress(
-                done,
-                self.trials,
-                None if score is None else score.cost,
-                self.sampler.space.route(best[0]),
-                best[1],
-                baseline,
-            )
-        )
+        self.tell(Progress(done, self.trials, figures, self.sampler.space.route(best[0]), best[1], baseline))
+
+
+def agreed(study: optuna.Study, name: str, make: Callable[[], Any], wait: float = _AGREE_SECONDS) -> Any:
+    """A value that all workers of a study use: the one it has, or a new one.
+
+    Two machines that measure, or write text, get different values. Whoever is ready first puts its own into the study; of
+    two at the same moment each does so, waits for the other, and takes the first by name, as does whoever comes later.
+
+    Args:
+        study: The study.
+        name: Of the value.
+        make: Makes it; JSON-able.
+        wait: Seconds within which another worker's value becomes visible.
+    """
+    key = f"{name}:"
+
+    def present() -> list[str]:
+        return sorted(k for k in study.user_attrs if k.startswith(key))
+
+    if not present():
+        value = make()
+        if not present():
+            study.set_user_attr(key + uuid.uuid4().hex, value)
+            time.sleep(wait)
+    return study.user_attrs[present()[0]]

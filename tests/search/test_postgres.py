@@ -5,42 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 
 import optuna
 import pytest
+import searching
 from optuna.trial import TrialState
 
 URL = os.environ.get("VIASD_TEST_POSTGRES")
 pytestmark = pytest.mark.skipif(not URL, reason="VIASD_TEST_POSTGRES names no PostgreSQL server (.ci/run starts one)")
 
 TRIALS = 40
-WORKER = """
-import sys, time, torch
-from viasd.search.proposals import DimrSampler, SearchSpace
-from viasd.search.scorer import Score
-from viasd.search.storage import open_storage
-from viasd.search.study import Search, open_study
-
-class SlowScorer:
-    def score(self, route, report):
-        time.sleep(0.05)
-        cost = sum((7 * i) % 5 for i, keep in enumerate(route.keep) if not keep)
-        report(0, cost)
-        return Score(cost, 0.0, 0.0, 0.0, 1, torch.zeros(1))
-
-url, name, trials = sys.argv[1], sys.argv[2], int(sys.argv[3])
-sampler = DimrSampler(SearchSpace(16, 6), trials)
-Search(open_study(open_storage(url), name, {"of": "test"}, sampler), sampler, SlowScorer(), trials).run()
-"""
 
 
 def worker(name: str) -> subprocess.Popen[bytes]:
     assert URL is not None
-    return subprocess.Popen([sys.executable, "-c", WORKER, URL, name, str(TRIALS)])
+    return searching.worker(URL, TRIALS, 0.05, name)
 
 
 def masks(name: str) -> list[str]:

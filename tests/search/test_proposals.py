@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
+from statistics import fmean
+from typing import Any
 
+import optuna
 import pytest
 from searching import search
 
 from viasd.errors import OptionError
-from viasd.search.proposals import DimrSampler, SearchSpace, mask_in
+from viasd.search.proposals import DimrSampler, SearchSpace, front_of, mask_in
 
 
 def proposed(space: SearchSpace, trials: int, **options: object) -> list[tuple[int, ...]]:
@@ -43,9 +47,9 @@ def test_used_up_neighbourhoods_of_a_large_space_are_left_without_listing_all_ma
     start = space.even()
     known = {start}
     kept, skipped = [u for u in space.units if start[u]], [u for u in space.units if not start[u]]
-    known |= {space.mask_of({*skipped, k} - {s}) for k, s in itertools.product(kept, skipped)}
-    import random
-
+    swapped = {space.mask_of({*skipped, k} - {s}) for k, s in itertools.product(kept, skipped)}
+    assert set(space.neighbours(start, random.Random(1))) == swapped
+    known |= swapped
     before = time.monotonic()
     assert sampler._unseen(start, known, random.Random(0)) not in known
     assert time.monotonic() - before < 5
@@ -68,11 +72,15 @@ def test_kinds_follow_theta_and_the_exact_share_of_refinements() -> None:
 
 
 def test_the_search_beats_random_masks_where_layers_differ() -> None:
-    best = search(None, 60)
-    best.run()
-    chance = search(None, 60, space=SearchSpace(16, 6, theta=1000, refine=0.0))
-    chance.run()
-    assert best.best()[1] < chance.best()[1]  # type: ignore[index]
+    def best(**options: Any) -> float:
+        found = []
+        for seed in range(8):
+            run = search(None, 60, space=SearchSpace(16, 6, seed=seed, **options))
+            run.run()
+            found.append(run.best()[1]["cost"])  # type: ignore[index]
+        return fmean(found)
+
+    assert best() < best(theta=1000, refine=0.0) - 0.5
 
 
 def test_half_layers_become_routes() -> None:
@@ -103,3 +111,55 @@ def test_proposals_stay_cheap_with_many_units_and_trials(tmp_path: object) -> No
     run.run()
     assert len(run.finished()) == 300
     assert run.proposal_seconds < 20  # no tight limit: a mask of such a model takes about a second to score
+
+
+def test_a_range_tries_masks_of_all_its_sizes_and_never_another() -> None:
+    space = SearchSpace(16, 2, most=7, theta=4)
+    masks = proposed(space, 120)
+    assert len(set(masks)) == 120
+    assert {m.count(0) for m in masks} == set(range(2, 8))
+    assert masks[0] == space.even() == space.even(5)
+    assert proposed(SearchSpace(16, 2, most=7, theta=4), 120) == masks
+
+
+def test_a_small_range_is_tried_whole() -> None:
+    space = SearchSpace(6, 1, most=3, theta=3)
+    assert space.size == 4 + 6 + 4
+    assert len(set(proposed(space, 1000))) == 14
+
+
+def test_neighbours_in_a_range_are_all_masks_one_step_away() -> None:
+    space = SearchSpace(9, 2, most=4)
+    mask = space.mask_of({2, 3, 6})
+    found = list(space.neighbours(mask, random.Random(0)))
+    assert len(found) == len(set(found)) == 3 * 4 + 3 + 4
+    assert {m.count(0) for m in found} == {2, 3, 4}
+    assert all(sum(a != b for a, b in zip(m, mask, strict=True)) <= 2 for m in found)
+    # At the ends of the range nothing leaves it.
+    assert {m.count(0) for m in space.neighbours(space.even(4), random.Random(0))} == {3, 4}
+
+
+def test_refinements_prefer_to_move_a_gap() -> None:
+    space = SearchSpace(30, 12)
+    start = space.mask_of({*range(4, 10), *range(15, 21)})
+    first = [next(space.neighbours(start, random.Random(seed))) for seed in range(200)]
+    gaps = [sum(a > b for a, b in itertools.pairwise(m)) for m in first]
+    assert 70 < sum(g <= 2 for g in gaps) < 150  # far fewer than half of the 216 swaps are such
+
+
+def finished(number: int, *values: float) -> optuna.trial.FrozenTrial:
+    trial = optuna.trial.create_trial(values=list(values))
+    trial.number = number
+    return trial
+
+
+def test_the_front_is_what_nothing_else_is_as_good_as() -> None:
+    values = [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0), (3.0, 3.0), (2.0, 2.0), (1.0, 4.0)]
+    assert [t.number for t in front_of([finished(i, *v) for i, v in enumerate(values)])] == [1, 2, 0]
+    assert [t.number for t in front_of([finished(i, v) for i, v in enumerate([2.0, 1.0, 1.0])])] == [1]
+
+
+@pytest.mark.parametrize("most", [1, 15])
+def test_a_range_outside_the_layers_is_refused(most: int) -> None:
+    with pytest.raises(OptionError, match="range of sizes is empty" if most == 1 else "skips 15 of 16 layers"):
+        SearchSpace(16, 2, most=most)

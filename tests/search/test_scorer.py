@@ -14,7 +14,7 @@ from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.runtime.tiers import _block_rows
 from viasd.search.calibration import Passage
-from viasd.search.scorer import ROWS, Scorer
+from viasd.search.scorer import ROWS, Score, Scorer
 from viasd.testing import FAMILIES, tiny_model
 
 ROUTE = Route.of([1, 1, 0, 1, 0, 0, 1, 1])
@@ -149,7 +149,7 @@ def test_partial_costs_are_reported_after_every_group_and_may_end_the_pass() -> 
     text = tuple(prompt_ids("a long text that says the same thing over and over, " * 5))
     scorer = Scorer(pair_of("llama").target, [Passage(text, 100 + i) for i in range(4)])
     told: list[tuple[int, float]] = []
-    score = scorer.score(ROUTE, lambda group, cost: told.append((group, cost)))
+    score = scorer.score(ROUTE, lambda group, score: told.append((group, score.cost)))
     assert [g for g, _ in told] == list(range(scorer.groups))
     assert scorer.groups > 1
     assert told[-1][1] == score.cost
@@ -157,7 +157,7 @@ def test_partial_costs_are_reported_after_every_group_and_may_end_the_pass() -> 
     class Enough(Exception):
         pass
 
-    def stop(group: int, cost: float) -> None:
+    def stop(group: int, score: Score) -> None:
         raise Enough
 
     before = scorer.groups_run
@@ -173,3 +173,18 @@ def test_scoring_leaves_the_model_as_it_was() -> None:
     before = model(ids).logits
     Scorer(pair_of("qwen2").target, PASSAGES).score(ROUTE)
     assert torch.equal(model(ids).logits, before)
+
+
+def test_drafted_tokens_get_the_ratio_of_the_gate() -> None:
+    scorer = Scorer(pair_of("llama").target, PASSAGES)
+    drafted = torch.arange(scorer.tokens) % 50
+    score = scorer.score(ROUTE, drafted=drafted)
+    with torch.inference_mode():
+        rows = torch.cat([block.logits for block in scorer.blocks(ROUTE)])
+    assert torch.equal(score.best, rows.argmax(dim=-1))
+    assert torch.equal(score.best, scorer.answers(ROUTE))
+    law = rows.softmax(dim=-1)
+    expected = law.gather(1, drafted[:, None])[:, 0] / law.amax(dim=-1)
+    assert score.ratio is not None
+    torch.testing.assert_close(score.ratio, expected, rtol=1e-4, atol=1e-6)
+    assert sum(t.length for t in scorer.texts) == scorer.tokens == len(scorer.best)

@@ -76,8 +76,8 @@ def test_from_a_folder_to_a_mask_that_generation_uses(run: Run, folder: str, her
     assert "6 of 6 masks that skip 3 of 8 layers evaluated" in out
     for words in ("best found", "even-spaced", "best of 4 random", "recommendation: ", "Delta ", "masks/minute"):
         assert words in out
-    assert "mask written to tiny-target.skip3.json" in err
-    mask = viasd.LayerMask.load(here / "tiny-target.skip3.json")
+    assert "mask written to tiny-target.skip40.json" in err
+    mask = viasd.LayerMask.load(here / "tiny-target.skip40.json")
     assert mask.keep.count(False) == 3
     details = mask.details
     assert details["trials"] == 6
@@ -94,7 +94,7 @@ def test_from_a_folder_to_a_mask_that_generation_uses(run: Run, folder: str, her
     assert details["tier"]["pays"] in (True, False)
     pair = viasd.load_pair(target=folder, drafter="self")
     answer = viasd.generate(pair, "hello", mask=mask, strategy="cascade", mode="via", tiers="3", max_new_tokens=12)
-    assert answer.mask == "tiny-target.skip3"
+    assert answer.mask == "tiny-target.skip40"
     assert not any("weights" in note for note in answer.notes)
 
 
@@ -148,9 +148,9 @@ def test_half_layers(run: Run) -> None:
     code, out, err = run("--sublayers")
     assert code == 0
     assert "masks that skip 6 of 16 half layers" in out
-    assert "mask written to tiny-target.halves6.json" in err
-    shown = run("show", "tiny-target.halves6.json", target=False)[1]
-    halves = json.loads(Path("tiny-target.halves6.json").read_text()).get("sublayers")
+    assert "mask written to tiny-target.skip40-sublayers.json" in err
+    shown = run("show", "tiny-target.skip40-sublayers.json", target=False)[1]
+    halves = json.loads(Path("tiny-target.skip40-sublayers.json").read_text()).get("sublayers")
     assert ("attention only" in shown) == (halves is not None)
 
 
@@ -238,6 +238,12 @@ def test_a_full_disk_loses_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--skip", "0"], "skip must be above 0 and below 1"),
         (["--skip", "1"], "skip must be above 0 and below 1"),
+        (["--skip", "0.3", "--skip-range", "0.1:0.5"], "contradict each other"),
+        (["--skip-range", "0.5:0.1"], "must be LO:HI with 0 < LO < HI < 1"),
+        (["--skip-range", "half"], "expected LO:HI"),
+        (["--objective", "pareto"], "add --skip-range LO:HI"),
+        (["--objective", "speed"], "invalid choice"),
+        (["pick", "x.json"], "the following arguments are required"),
         (["--trials", "0"], "trials must be at least 1"),
         (["--theta", "0"], "theta must be at least 1"),
         (["--alpha", "2"], "alpha must be above 0"),
@@ -299,6 +305,66 @@ def test_show_and_compare(run: Run, here: Path) -> None:
     viasd.LayerMask.even(6, 0.4).save(here / "c.json")
     assert "8 and 6 layers" in one_line(run("compare", "a.json", "c.json", target=False))
     assert "can't read mask file" in one_line(run("show", "none.json", target=False))
+
+
+RANGE = ("--skip-range", "0.1:0.5", "--trials", "12", "--controls", "4", "--tau", "48", "--device", "cpu")
+
+
+def test_a_range_is_searched_for_predicted_time(run: Run, folder: str, here: Path) -> None:
+    code, out, _ = run("--target", folder, *RANGE, "--json", "--plot", "time.png", target=False)
+    assert code == 0
+    found = json.loads(out)
+    best, times = found["best"], found["best"]["times"]
+    assert found["objective"] == "time"
+    assert found["trials"] == 12
+    assert found["front"] == []
+    assert set(times) == {"plain", "full", "drafter", "layer", "attention", "ends"}
+    assert best["search"]["seconds_per_token"] == min(t for t in found["trace"] if t is not None)
+    assert found["controls"]["random_best"]["search"]["seconds_per_token"] > 0
+    assert set(best["two_tiers"]) == {"plain", "sd"}
+    assert (here / "tiny-target.skip10to50.json").exists()
+    assert (here / "time.png").read_bytes().startswith(b"\x89PNG")
+    # Measured once a study: whoever goes on with it gets the same values.
+    code, out, _ = run("--target", folder, *RANGE, "--json", target=False)
+    again = json.loads(out)
+    assert (again["trace"], again["best"]["times"]) == (found["trace"], times)
+    code, out, _ = run("show", "tiny-target.skip10to50.json", target=False)
+    assert "ms/token" in out
+    assert "two tiers" in out
+
+
+def test_a_pareto_front_and_another_mask_of_it(run: Run, folder: str, here: Path) -> None:
+    argv = ("--target", folder, *RANGE, "--objective", "pareto", "--output", "front.json", "--plot", "front.png")
+    code, out, _ = run(*argv, target=False)
+    assert code == 0
+    assert "<- this file" in out
+    assert (here / "front.png").read_bytes().startswith(b"\x89PNG")
+    mask = json.loads((here / "front.json").read_text())
+    front = mask["front"]
+    assert len(front) >= 2
+    slim, cost = ([e["search"][name] for e in front] for name in ("slim_share", "cost"))
+    assert slim == sorted(slim, reverse=True)
+    assert cost == sorted(cost)
+    assert mask["keep"] in [e["keep"] for e in front]
+    skipped = round(8 * front[-1]["skip_ratio"])
+    assert run("pick", "front.json", "--skipped", str(skipped), "--output", "other.json", target=False)[0] == 0
+    other = viasd.mask.LayerMask.load("other.json")
+    assert [int(k) for k in other.keep] == front[-1]["keep"]
+    assert other.details["cost"] == front[-1]["report"]["cost"]
+    assert "tier" not in other.details
+    assert run("show", "other.json", target=False)[0] == 0
+    assert "there are " in one_line(run("pick", "front.json", "--skipped", "7", "--output", "x.json", target=False))
+    assert "has no front" in one_line(run("pick", "other.json", "--skipped", "2", "--output", "x.json", target=False))
+    for broken in ([1], {"a": 1}, [{"skip_ratio": "x"}]):
+        (here / "broken.json").write_text(json.dumps({**mask, "front": broken}))
+        assert "'front' must be" in one_line(run("show", "broken.json", target=False))
+
+
+def test_the_same_range_by_cost_says_what_that_means(run: Run, folder: str) -> None:
+    code, out, err = run("--target", folder, *RANGE, "--objective", "cost", "--json", target=False)
+    assert code == 0
+    assert "prefers the fewest skipped layers" in err
+    assert json.loads(out)["best"]["skip_ratio"] == 0.125
 
 
 def test_a_figure_is_drawn(run: Run, here: Path) -> None:

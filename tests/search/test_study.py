@@ -42,7 +42,7 @@ def test_a_search_evaluates_each_mask_once_and_tells_of_it(url: str) -> None:
     run.run()
     exactly(run, TRIALS)
     assert [p.done for p in told] == list(range(1, TRIALS + 1))
-    assert told[-1].best_cost == min(t.value for t in run.finished() if t.state == TrialState.COMPLETE)
+    assert told[-1].best["cost"] == min(t.value for t in run.finished() if t.state == TrialState.COMPLETE)
     assert told[0].baseline == told[-1].baseline is not None
     assert run.best() is not None
 
@@ -81,7 +81,7 @@ def test_an_interrupted_mask_is_failed_and_tried_again(url: str) -> None:
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    run.scorer.score = interrupt  # type: ignore[method-assign]
+    run.objective.evaluate = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         run.run()
     assert [t.state for t in run.study.get_trials()] == [TrialState.FAIL]

@@ -13,6 +13,7 @@ import optuna
 import torch
 
 from viasd.routes import Route
+from viasd.search.objective import Evaluation
 from viasd.search.proposals import DimrSampler, SearchSpace
 from viasd.search.scorer import Score
 from viasd.search.storage import open_storage
@@ -21,19 +22,25 @@ from viasd.search.study import Progress, Search, open_study
 SPACE = SearchSpace(16, 6)
 
 
-class NumberScorer:
+class NumberObjective:
     """The cost of skipping layer l is ``7 l mod 5``; nothing else matters."""
+
+    name = "cost"
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self.seen: list[tuple[bool, ...]] = []
 
-    def score(self, route: Route, report: Callable[[int, float], None]) -> Score:
+    def evaluate(self, route: Route, report: Callable[[int, float], None]) -> Evaluation:
         self.seen.append(route.keep)
         time.sleep(self.seconds)
         cost = float(sum((7 * i) % 5 for i, keep in enumerate(route.keep) if not keep))
         report(0, cost)
-        return Score(cost, 0.0, 0.0, 0.0, 1, torch.zeros(1))
+        figures = {"cost": cost, "kl": 0.0, "tv": 0.0, "agreement": 0.0}
+        return Evaluation(figures, Score(cost, 0.0, 0.0, 0.0, 1, torch.zeros(1), torch.zeros(1)))
+
+    def values(self, figures: dict[str, float]) -> list[float]:
+        return [figures["cost"]]
 
 
 def search(
@@ -48,12 +55,12 @@ def search(
     sampler = DimrSampler(space, trials)
     storage = optuna.storages.InMemoryStorage() if url is None else open_storage(url)
     study = open_study(storage, name, {"of": "test"} if setup is None else setup, sampler)
-    scorer: Any = NumberScorer(seconds)
-    return Search(study, sampler, scorer, trials, tell)
+    objective: Any = NumberObjective(seconds)
+    return Search(study, sampler, objective, trials, tell)
 
 
-def worker(url: str, trials: int, seconds: float) -> subprocess.Popen[bytes]:
-    """Another process that works on the study ``s``."""
-    arguments = repr((url, trials, "s", SPACE, seconds)).replace("SearchSpace", "searching.SearchSpace")
+def worker(url: str, trials: int, seconds: float, name: str = "s") -> subprocess.Popen[bytes]:
+    """Another process that works on a study."""
+    arguments = repr((url, trials, name, SPACE, seconds)).replace("SearchSpace", "searching.SearchSpace")
     code = f"import searching; searching.search(*{arguments}).run()"
     return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
