@@ -7,13 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from viasd.errors import OptionError
-from viasd.mask import LayerMask, resolve_mask
+from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
 from viasd.runtime.config import DecodingConfig, GenerationConfig
 from viasd.runtime.guard import Guard
 from viasd.runtime.result import Result
 from viasd.runtime.session import Event, Session, check_prompt_kind
 from viasd.sampling import SamplingConfig
+from viasd.shipped import resolve_mask
 
 _SAMPLING = {f.name for f in fields(SamplingConfig)}
 _DECODING = {f.name for f in fields(DecodingConfig)}

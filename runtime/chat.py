@@ -12,7 +12,7 @@ from typing import Any
 import viasd
 from viasd.errors import ContextLengthError, OptionError, ViasdError
 from viasd.files import cache_folder, make_folder, write_atomically
-from viasd.mask import LayerMask, resolve_mask
+from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
 from viasd.runtime.api import make_config
 from viasd.runtime.config import MODES, plan
@@ -23,6 +23,7 @@ from viasd.runtime.metrics import Counters
 from viasd.runtime.options import DEFINITIONS, check_mask_use
 from viasd.runtime.prompting import start
 from viasd.runtime.result import Result
+from viasd.shipped import resolve_mask
 
 try:
     import readline

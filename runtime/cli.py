@@ -85,9 +85,9 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
 
 def _make_config(args: argparse.Namespace) -> GenerationConfig:
     """The configuration, and every complaint about it that needs no model."""
-    from viasd.mask import LayerMask, shipped_mask
     from viasd.runtime.api import make_config
     from viasd.runtime.config import plan
+    from viasd.shipped import find_mask, shipped_mask
 
     config = make_config(options_from_args(args))
     spec = args.mask or "auto"
@@ -100,15 +100,15 @@ def _make_config(args: argparse.Namespace) -> GenerationConfig:
         )
         has_mask = name is not None and shipped_mask(name) is not None
     elif has_mask and not spec.startswith("even:"):
-        LayerMask.load(spec)
+        find_mask(spec)
     plan(config.decoding, has_mask=has_mask)
     return config
 
 
 def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Namespace, screen: Screen) -> int:
     """One-shot mode."""
-    from viasd.mask import resolve_mask
     from viasd.runtime.prompting import start, wants_chat
+    from viasd.shipped import resolve_mask
 
     mask = resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name)
     if wants_chat(pair, args.chat, args.system, base=bool(args.base)):
@@ -139,9 +139,9 @@ def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Na
 
 def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
     """Interactive mode."""
-    from viasd.mask import resolve_mask
     from viasd.runtime.chat import Chat, history
     from viasd.runtime.prompting import wants_chat
+    from viasd.shipped import resolve_mask
 
     chat = Chat(
         pair,

@@ -83,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
-        "--mask", metavar="SPEC", help="layers of the slim verifier: auto (default), none, even:RATIO or a file"
+        "--mask",
+        metavar="SPEC",
+        help="layers of the slim verifier: auto (default: a shipped one), none, even:RATIO, a file or a shipped mask's name",
     )
     decoding.add_argument("--strategy", choices=("auto", "plain", "sd", "cascade"), help="(default auto)")
     decoding.add_argument("--tiers", choices=("auto", "2", "3"), help="auto measures whether the slim verifier pays")

@@ -33,7 +33,7 @@ from viasd.runtime.strategies import (
 )
 from viasd.runtime.target import Target, TieredTarget
 from viasd.runtime.textstream import Piece, TextStream
-from viasd.runtime.tiers import measure_tiers
+from viasd.runtime.tiers import measure_tiers, recorded_refusal
 from viasd.sampling import Sampler
 
 DEFAULT_AUDIT = 0.05
@@ -242,9 +242,13 @@ class Session:
         config = self.config.decoding
         chosen = settle_plan(config, has_mask=self.mask is not None)
         if chosen.strategy == "cascade" and config.tiers == "auto" and self.mask is not None:
-            report = measure_tiers(self.pair, self.mask, config, chosen.mode, greedy=self.config.sampling.greedy)
-            self.notes.append(report.sentence())
-            if not report.keeps_slim:
+            refusal = recorded_refusal(self.pair, self.mask, config)
+            if refusal is None:
+                report = measure_tiers(self.pair, self.mask, config, chosen.mode, greedy=self.config.sampling.greedy)
+                refusal = None if report.keeps_slim else report.sentence()
+                self.notes += [report.sentence()] if report.keeps_slim else []
+            if refusal is not None:
+                self.notes.append(refusal)
                 mode = "lossless" if chosen.mode == "via" else chosen.mode
                 return replace(chosen, strategy="sd", mode=mode)
         if chosen.reason:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from viasd.divergences import (
     predicted_seconds_sd,
     stage_cost,
 )
-from viasd.mask import LayerMask
+from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.runtime.config import DecodingConfig, thresholds_of
@@ -68,6 +68,25 @@ class TierReport:
             f"tiers auto: {verdict} (Delta {delta}; estimated ms/token: two tiers {sd:.1f}, three tiers {cascade:.1f}, "
             f"plain {plain:.1f}{warning}; --tiers 3 forces it)"
         )
+
+
+def recorded_refusal(pair: Pair, mask: LayerMask, config: DecodingConfig) -> str | None:
+    """Why the slim tier is left out without measuring anything, or None where it has to be measured.
+
+    Delta compares distances between laws, which do not depend on the machine. Where the search found it for this very
+    pair, weights and block length, and it is not above 0, the times can't change the decision.
+    """
+    tier = mask.details.get("tier")
+    delta = tier.get("delta") if isinstance(tier, Mapping) else None
+    if not isinstance(delta, int | float) or delta > 0 or mask.target is None:
+        return None
+    known = mask.pair == pair.name and mask.details.get("gamma") == config.gamma
+    if not known or ModelIdentity.of(pair.target, mask.target.id) != mask.target:
+        return None
+    return (
+        f"tiers auto: leaving the slim tier out (mask {mask.name}: the search found Delta {delta:+.3f} for this pair, so "
+        "it does not shorten the way from the drafter to the target; --tiers 3 forces it)"
+    )
 
 
 def measure_tiers(

@@ -94,10 +94,10 @@ def default_output(target: str, config: SearchConfig) -> str:
 
 def _read(args: argparse.Namespace) -> int:
     """`show`, `compare` and `pick`."""
-    from viasd.mask import LayerMask
     from viasd.search.report import compare_lines, mask_lines
+    from viasd.shipped import find_mask
 
-    masks = [LayerMask.load(path) for path in args.masks]
+    masks = [find_mask(name) for name in args.masks]
     screen = Screen()
     if args.command == "pick":
         from viasd.search.front import picked

@@ -152,7 +152,9 @@ _READERS = {
 def _reader(command: str) -> argparse.ArgumentParser:
     parser = Parser(prog=f"{PROG} {command}", allow_abbrev=False, description=_READERS[command])
     parser.set_defaults(command=command)
-    parser.add_argument("masks", nargs=2 if command == "compare" else 1, metavar="MASK", help="mask file")
+    parser.add_argument(
+        "masks", nargs=2 if command == "compare" else 1, metavar="MASK", help="mask file, or the name of a shipped one"
+    )
     if command == "pick":
         parser.add_argument(
             "--skipped", type=float, metavar="N", required=True, help="skipped layers of the wanted mask"

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -256,32 +255,3 @@ def _partial(sublayers: Any, keep: list[int], name: str) -> tuple[tuple[int, str
     if [a & b for a, b in zip(attention, mlp, strict=True)] != keep:
         raise MaskError(f"mask '{name}': 'keep' must be 1 exactly where attention and mlp both are")
     return tuple((i, ATTENTION if a else MLP) for i, (a, b) in enumerate(zip(attention, mlp, strict=True)) if a != b)
-
-
-def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None:
-    """What `--mask` names: ``even:RATIO``, ``auto`` (a shipped one for the pair, or None), ``none``, or a file.
-
-    Raises:
-        MaskError: If the ratio is not a number, or the file is missing or malformed.
-    """
-    if spec == "none":
-        return None
-    if spec == "auto":
-        return None if pair is None else shipped_mask(pair)
-    if spec.startswith("even:"):
-        try:
-            ratio = float(spec.removeprefix("even:"))
-        except ValueError as error:
-            raise MaskError(f"expected --mask even:RATIO with a number such as even:0.45, but got '{spec}'") from error
-        return LayerMask.even(n_layers, ratio)
-    return LayerMask.load(spec)
-
-
-def shipped_mask(pair: str) -> LayerMask | None:
-    """The mask shipped for a pair's target (the drafter is immaterial to it), or None."""
-    family, _, rest = pair.rpartition("-")
-    target = rest.partition(":")[2]
-    for entry in sorted(resources.files("viasd.masks").iterdir(), key=lambda e: e.name):
-        if entry.name.startswith(f"{family}-{target}.") and entry.name.endswith(".json"):
-            return LayerMask.from_json(json.loads(entry.read_text(encoding="utf-8")), entry.name)
-    return None

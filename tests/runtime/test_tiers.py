@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from tiny import generate, model_of, pair_of, prompt_ids, tokenizer
 
 import viasd
 from viasd.errors import OptionError
-from viasd.mask import LayerMask
+from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.runtime import tiers
 from viasd.runtime.config import DecodingConfig
@@ -33,7 +34,7 @@ def fresh(drafter: str = "model") -> Pair:
 def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], costs: list[float], **options: Any) -> Any:
     """A report on given times and given stage costs (drafter to slim, slim to full, drafter to full in order of call)."""
     given = iter(costs * 10)
-    monkeypatch.setattr(tiers, "_time_passes", lambda *_: dict(seconds))
+    monkeypatch.setattr(tiers, "time_passes", lambda *_: dict(seconds))
     monkeypatch.setattr(tiers, "stage_cost", lambda p, q: torch.full((p.shape[0],), next(given)))
     pair = options.pop("pair", None) or fresh()
     return measure_tiers(pair, MASK, DecodingConfig(**options), options.get("mode") or "via")
@@ -170,3 +171,30 @@ def test_three_tiers_are_not_measured_when_forced(monkeypatch: pytest.MonkeyPatc
     for options in ({"tiers": "2"}, {"strategy": "sd"}, {"strategy": "plain"}):
         with pytest.raises(OptionError, match="a mask is for a slim verifier"):
             generate(pair_of("llama"), prompt_ids(), mask="even:0.25", max_new_tokens=4, **options)
+
+
+def test_a_recorded_delta_that_is_not_positive_spares_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("measured")
+
+    pair = pair_of("llama")
+    target = ModelIdentity.of(pair.target, "tiny")
+    details = {"tier": {"delta": -0.5}, "gamma": 5}
+    mask = LayerMask(MASK.keep, "searched", pair.name, target, details)
+    monkeypatch.setattr("viasd.runtime.session.measure_tiers", never)
+    result = generate(pair, prompt_ids(), mask=mask, max_new_tokens=4)
+    assert (result.strategy, result.mode, result.mask) == ("sd", "lossless", None)
+    assert any("mask searched: the search found Delta -0.500 for this pair" in note for note in result.notes)
+    assert generate(pair, prompt_ids(), mask=mask, max_new_tokens=4, tiers="3").strategy == "cascade"
+    # Another pair, other weights, another block length, a positive Delta or none: measured.
+    others = [
+        replace(mask, pair="another"),
+        replace(mask, target=replace(target, weights="0")),
+        replace(mask, target=None),
+        replace(mask, details={**details, "gamma": 4}),
+        replace(mask, details={**details, "tier": {"delta": 0.1}}),
+        replace(mask, details={"gamma": 5}),
+    ]
+    for other in others:
+        with pytest.raises(AssertionError, match="measured"):
+            generate(pair, prompt_ids(), mask=other, max_new_tokens=4)

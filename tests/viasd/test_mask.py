@@ -11,7 +11,7 @@ import torch
 from tiny import generate, model_of, pair_of, prompt_ids
 
 from viasd.errors import MaskError
-from viasd.mask import LayerMask, ModelIdentity, resolve_mask, shipped_mask
+from viasd.mask import LayerMask, ModelIdentity
 from viasd.probe import load_layered
 from viasd.routes import Route
 from viasd.testing import tiny_model
@@ -129,40 +129,6 @@ def test_a_stale_mask_is_noted_in_the_result_and_a_foreign_one_refused() -> None
     assert any("may not hold" in note for note in result.notes)
     with pytest.raises(MaskError, match="has 9 layers"):
         generate(pair_of("llama"), prompt_ids(), mask=LayerMask((True,) * 9), **options)
-
-
-def test_what_mask_specifications_name(tmp_path: Path) -> None:
-    assert resolve_mask("none", 8, "smollm2-lookup:135m") is None
-    even = resolve_mask("even:0.5", 8, None)
-    assert even is not None
-    assert (even.keep.count(False), even.name) == (4, "even:0.5")
-    searched().save(tmp_path / "m.json")
-    assert resolve_mask(str(tmp_path / "m.json"), 8, None) == searched()
-    assert resolve_mask("auto", 8, None) is None
-    assert resolve_mask("auto", 8, "no-such:pair") is None
-    for bad in ("even:half", "even:"):
-        with pytest.raises(MaskError, match="expected --mask even:RATIO"):
-            resolve_mask(bad, 8, None)
-
-
-def test_shipped_masks_are_found_by_the_pairs_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("viasd.mask.resources.files", lambda package: tmp_path if package == "viasd.masks" else None)
-    searched().save(tmp_path / "tiny-8.0.4.json")
-    (tmp_path / "tiny-80.json").write_text("{}")
-    for pair in ("tiny-lookup:8", "tiny-2b:8"):
-        found = shipped_mask(pair)
-        assert found is not None
-        assert found.keep == searched().keep
-    assert shipped_mask("tiny-lookup:9") is None
-    assert shipped_mask("other-lookup:8") is None
-
-
-def test_every_shipped_mask_is_valid() -> None:
-    from importlib import resources
-
-    for entry in resources.files("viasd.masks").iterdir():
-        if entry.name.endswith(".json"):
-            LayerMask.from_json(json.loads(entry.read_text()), entry.name)
 
 
 def test_routes_know_their_gap() -> None:

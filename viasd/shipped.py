@@ -1,0 +1,83 @@
+"""The masks that come with the package, and everything that ``--mask`` can name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from viasd.errors import MaskError
+from viasd.mask import LayerMask
+
+_SUFFIX = ".json"
+
+
+def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None:
+    """What `--mask` names: ``none``, ``auto`` (`shipped_mask` of the pair), ``even:RATIO``, or what `find_mask` finds.
+
+    Raises:
+        MaskError: If the ratio is not a number, or there is no such mask.
+    """
+    if spec == "none":
+        return None
+    if spec == "auto":
+        return None if pair is None else shipped_mask(pair)
+    if spec.startswith("even:"):
+        try:
+            ratio = float(spec.removeprefix("even:"))
+        except ValueError as error:
+            raise MaskError(f"expected --mask even:RATIO with a number such as even:0.45, but got '{spec}'") from error
+        return LayerMask.even(n_layers, ratio)
+    return find_mask(spec)
+
+
+def find_mask(spec: str) -> LayerMask:
+    """A mask file, or a shipped mask by its name (``smollm2-135m.skip20``).
+
+    Raises:
+        MaskError: If there is neither, or the file is malformed.
+    """
+    names = shipped_names()
+    if spec in names and not Path(spec).exists():
+        return _read(spec)
+    try:
+        return LayerMask.load(spec)
+    except MaskError as error:
+        if Path(spec).exists():
+            raise
+        raise MaskError(f"{error} (shipped masks, by name: {', '.join(names) or 'none'})") from error
+
+
+def shipped_names() -> list[str]:
+    """Names of all shipped masks."""
+    entries = resources.files("viasd.masks").iterdir()
+    return sorted(entry.name.removesuffix(_SUFFIX) for entry in entries if entry.name.endswith(_SUFFIX))
+
+
+def shipped_masks(pair: str) -> list[LayerMask]:
+    """Masks shipped for a pair's target, found by ``FAMILY-TARGET.``; the drafter is immaterial to them."""
+    family, _, rest = pair.rpartition("-")
+    target = rest.partition(":")[2]
+    return [_read(name) for name in shipped_names() if name.startswith(f"{family}-{target}.")]
+
+
+def shipped_mask(pair: str) -> LayerMask | None:
+    """The one of them that decoding takes by itself: least predicted time of three tiers beside plain decoding.
+
+    Both times are those that the search measured for its pair; whether the tier pays on this machine and with this
+    drafter is found out before it is used.
+    """
+    return min(shipped_masks(pair), key=_predicted, default=None)
+
+
+def _predicted(mask: LayerMask) -> float:
+    tier = mask.details.get("tier")
+    times = tier.get("per_token") if isinstance(tier, Mapping) else None
+    plain, cascade = (times.get(name) if isinstance(times, Mapping) else None for name in ("plain", "cascade"))
+    return cascade / plain if plain and cascade else float("inf")
+
+
+def _read(name: str) -> LayerMask:
+    text = (resources.files("viasd.masks") / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
+    return LayerMask.from_json(json.loads(text), name)
