@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 
 from viasd.errors import MaskError
 from viasd.mask import LayerMask
@@ -39,12 +39,13 @@ def find_mask(spec: str) -> LayerMask:
         MaskError: If there is neither, or the file is malformed.
     """
     names = shipped_names()
-    if spec in names and not Path(spec).exists():
+    # Not `Path.exists`, which raises on a name that is too long.
+    if spec in names and not os.path.exists(spec):
         return _read(spec)
     try:
         return LayerMask.load(spec)
     except MaskError as error:
-        if Path(spec).exists():
+        if os.path.exists(spec):
             raise
         raise MaskError(f"{error} (shipped masks, by name: {', '.join(names) or 'none'})") from error
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
 from tiny import tokenizer
 
 import viasd
+from viasd.routes import Route
 from viasd.search.config import SearchConfig
+from viasd.search.objective import Objective
 from viasd.search.run import search_mask
+from viasd.search.walk import PassTimes
 from viasd.testing import redundant_model
 
 IDLE = (2, 3, 7, 9, 10, 13)
@@ -53,3 +57,32 @@ def test_half_layers_that_do_nothing_are_found() -> None:
     assert outcome.mask.partial == ((1, "mlp"), (3, "attention"))
     assert outcome.mask.keep == (True, False, True, False, False, True, True, True)
     assert outcome.mask.details["report"]["agreement"] == 1
+
+
+TIMES = PassTimes(plain=20.0, full=24.0, drafter=0.0, layer=1.4, attention=0.5, ends=1.6)
+
+
+@pytest.mark.parametrize("objective", ["time", "pareto"])
+def test_a_range_finds_how_many_layers_do_nothing(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Objective] = []
+
+    class Kept(Objective):
+        def __init__(self, *rest: Any) -> None:
+            super().__init__(*rest)
+            kept.append(self)
+
+    monkeypatch.setattr("viasd.search.run.measure_passes", lambda *_: TIMES)  # the same on every machine
+    monkeypatch.setattr("viasd.search.run.Objective", Kept)
+    model = redundant_model(IDLE, num_hidden_layers=16, scale=6.0)
+    pair = viasd.make_pair(model, tokenizer())
+    config = SearchConfig(skip_range=(0.1, 0.6), objective=objective, trials=160, tau=64, controls=40)
+    details = search_mask(pair, config).mask.details
+    known = kept[0].evaluate(Route.of(i not in IDLE for i in range(16))).figures
+    if objective == "time":
+        assert details["two_tiers"]["sd"] > details["seconds_per_token"]
+        # Not always by the very layers that do nothing: a first gap further up makes escalations cheaper.
+        assert details["search"]["seconds_per_token"] <= known["seconds_per_token"]
+    else:
+        free = [round(16 * e["skip_ratio"]) for e in details["front"] if e["report"]["cost"] < 1e-4]
+        assert max(free) >= len(IDLE) - 1
+        assert len(details["front"]) > len(free)
