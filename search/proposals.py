@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import optuna
@@ -29,6 +29,7 @@ Mask = tuple[int, ...]  # one entry a layer, or two (attention, MLP) where halve
 MASK_ATTR = "mask"
 _SKIPPED = "skipped"
 _NEAR = 0.5  # share of refinements that move a gap
+_GAPPED = 0.7  # share of the random masks that are drawn with few gaps
 
 _Step = tuple[int | None, int | None]  # a skipped unit that is kept, a kept one that is skipped
 
@@ -151,16 +152,34 @@ class SearchSpace:
             changed = skipped - {keep}
             yield self.mask_of(changed if skip is None else changed | {skip})
 
-    def random_masks(self, stream: str) -> Iterator[Mask]:
-        """All different masks but the even-spaced one, in an order that depends on seed and `stream` alone."""
+    def random_masks(self, stream: str, gaps: float = 0.0) -> Iterator[Mask]:
+        """All different masks but the even-spaced one, in an order that depends on the arguments and the seed alone.
+
+        Args:
+            stream: Name of the order.
+            gaps: Share of masks that are drawn with few gaps; the others are drawn evenly from all masks.
+        """
         rng = random.Random(f"{self.seed}:{stream}")
         seen = {self.even()}
         while len(seen) < self.size:
             n = self.sizes[0] if len(self.sizes) == 1 else rng.choice(self.sizes)
-            mask = self.mask_of(set(rng.sample(self.units, n)))
+            mask = self._gapped(n, rng) if rng.random() < gaps else self.mask_of(set(rng.sample(self.units, n)))
             if mask not in seen:
                 seen.add(mask)
                 yield mask
+
+    def _gapped(self, n_skip: int, rng: random.Random) -> Mask:
+        """A random mask with few gaps: their number drawn first, then their lengths and those of what lies between."""
+        n_keep = len(self.units) - n_skip
+        n_gaps = rng.randint(1, min(n_skip, n_keep + 1, max(1, n_skip // 2)))
+        gaps = [1 + more for more in _composition(n_skip - n_gaps, n_gaps, rng)]
+        between = [more + (0 < i < n_gaps) for i, more in enumerate(_composition(n_keep - n_gaps + 1, n_gaps + 1, rng))]
+        skipped: set[int] = set()
+        at = self.units[0]
+        for before, gap in zip(between, gaps, strict=False):
+            skipped.update(range(at + before, at + before + gap))
+            at += before + gap
+        return self.mask_of(skipped)
 
     def kind(self, step: int) -> str:
         """What step o proposes: ``even``, ``bayes``, ``refine`` or ``random``."""
@@ -172,6 +191,12 @@ class SearchSpace:
             return "random"  # nothing worth refining yet
         # An exact share in every stretch, whatever the number of trials.
         return "refine" if int((step + 1) * self.refine) > int(step * self.refine) else "random"
+
+
+def _composition(total: int, parts: int, rng: random.Random) -> list[int]:
+    """A number as a sum of `parts` numbers of at least 0, every way equally likely."""
+    bars = sorted(rng.sample(range(total + parts - 1), parts - 1))
+    return [b - a - 1 for a, b in pairwise([-1, *bars, total + parts - 1])]
 
 
 def _moves_a_gap(mask: Mask, keep: int | None, skip: int | None) -> bool:
@@ -209,7 +234,7 @@ class DimrSampler(BaseSampler):
             self._tpe = TPESampler(multivariate=True, seed=space.seed, n_startup_trials=1, constant_liar=False)
         self._points: optuna.Study | None = None
         self._seen: set[int] = set()  # numbers of the trials in it
-        self._random = list(islice(space.random_masks("search"), trials))
+        self._random = list(islice(space.random_masks("search", _GAPPED), trials))
         self._reserved = {self._random[o] for o in range(len(self._random)) if space.kind(o) == "random"}
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:

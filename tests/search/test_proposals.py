@@ -163,3 +163,15 @@ def test_the_front_is_what_nothing_else_is_as_good_as() -> None:
 def test_a_range_outside_the_layers_is_refused(most: int) -> None:
     with pytest.raises(OptionError, match="range of sizes is empty" if most == 1 else "skips 15 of 16 layers"):
         SearchSpace(16, 2, most=most)
+
+
+@pytest.mark.parametrize(("n_layers", "n_skip"), [(30, 14), (30, 1), (9, 7), (6, 3)])
+def test_masks_with_few_gaps_have_their_size_and_come_in_all_shapes(n_layers: int, n_skip: int) -> None:
+    space = SearchSpace(n_layers, n_skip)
+    rng = random.Random(0)
+    masks = [space._gapped(n_skip, rng) for _ in range(300)]
+    assert {m.count(0) for m in masks} == {n_skip}
+    assert all(m[0] == m[-1] == 1 for m in masks)
+    gaps = {sum(a > b for a, b in itertools.pairwise(m)) for m in masks}
+    assert min(gaps) == 1
+    assert max(gaps) == min(max(1, n_skip // 2), n_layers - 2 - n_skip + 1)
