@@ -29,7 +29,7 @@ _SETUP = "setup"
 # A worker of another machine can't be asked whether it lives: its trial is given up after this long.
 _SILENT_SECONDS = 3600.0
 _POLL_SECONDS = 0.2
-_AGREE_SECONDS = 1.0
+_AGREE_SECONDS = 0.3
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 

@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from searching import SPACE, search, worker
 
 from viasd.errors import OptionError
 from viasd.search.storage import open_storage, storage_errors
-from viasd.search.study import Progress
+from viasd.search.study import Progress, agreed
 
 TRIALS = 24
 
@@ -214,3 +216,19 @@ def test_a_truncated_last_line_of_a_journal_is_survived(tmp_path: Path) -> None:
     run = search(url, TRIALS)
     run.run()
     exactly(run, TRIALS)
+
+
+def test_workers_that_make_a_value_at_the_same_moment_agree_on_one(url: str) -> None:
+    both = [search(url, TRIALS).study, search(url, TRIALS).study]
+    barrier = threading.Barrier(2)
+
+    def make(number: int) -> int:
+        barrier.wait(timeout=30)
+        return number
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda i: agreed(both[i], "text", lambda: make(i)), range(2)))
+    assert found[0] == found[1]
+    # Whoever comes later makes nothing.
+    assert agreed(search(url, TRIALS).study, "text", lambda: pytest.fail("made again")) == found[0]
+    assert agreed(both[0], "other", lambda: [1, 2]) == [1, 2]
