@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import viasd
+from viasd import masks
 from viasd.errors import MaskError, OptionError
 from viasd.runtime.models import Parser, add_model_options, check_exclusive, check_models, given_options, option
 
@@ -224,8 +225,11 @@ def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
             good = False
         if not good:
             raise MaskError(f"--mask even:RATIO takes a number from 0 to below 1, such as even:0.45, but got {ratio!r}")
-    elif args.mask != "none" and not _is_file(args.mask):
-        raise MaskError(f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO or a file")
+    elif args.mask not in ("none", *masks.names()) and not _is_file(args.mask):
+        raise MaskError(
+            f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO, a file, or one of "
+            f"{', '.join(masks.names()) or 'no shipped masks'}"
+        )
 
 
 def _is_file(name: str) -> bool:

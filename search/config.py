@@ -53,7 +53,7 @@ class SearchConfig:
     objective: str | None = None
     trials: int = TRIALS
     theta: int = 10
-    refine: float = 0.5
+    refine: float = 0.8
     keep_prefix: int = 1
     alpha: float = 0.5
     beta: float = 0.5

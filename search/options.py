@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--sublayers", action="store_true", default=None, help="skip attention and MLP of a layer separately"
     )
     search.add_argument("--theta", type=int, metavar="N", help="every N-th proposal is Bayesian (default 10)")
-    search.add_argument("--refine", type=float, metavar="X", help="share of the others one swap from the best (0.5)")
+    search.add_argument("--refine", type=float, metavar="X", help="share of the others one swap from the best (0.8)")
     search.add_argument("--keep-prefix", type=int, metavar="N", help="keep the first N layers (default 1)")
     search.add_argument("--seed", type=int, metavar="N", help="of every random choice (default 0)")
     search.add_argument("--controls", type=int, metavar="N", help="random masks to compare with (default: --trials)")

@@ -56,7 +56,7 @@ class SearchSpace:
     n_skip: int
     keep_prefix: int = 1
     theta: int = 10
-    refine: float = 0.5
+    refine: float = 0.8
     seed: int = 0
     sublayers: bool = False
     most: int | None = None

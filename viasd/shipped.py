@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping
 from importlib import resources
 
+from viasd import masks
 from viasd.errors import MaskError
 from viasd.mask import LayerMask
-
-_SUFFIX = ".json"
 
 
 def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None:
@@ -38,7 +37,7 @@ def find_mask(spec: str) -> LayerMask:
     Raises:
         MaskError: If there is neither, or the file is malformed.
     """
-    names = shipped_names()
+    names = masks.names()
     # Not `Path.exists`, which raises on a name that is too long.
     if spec in names and not os.path.exists(spec):
         return _read(spec)
@@ -50,17 +49,11 @@ def find_mask(spec: str) -> LayerMask:
         raise MaskError(f"{error} (shipped masks, by name: {', '.join(names) or 'none'})") from error
 
 
-def shipped_names() -> list[str]:
-    """Names of all shipped masks."""
-    entries = resources.files("viasd.masks").iterdir()
-    return sorted(entry.name.removesuffix(_SUFFIX) for entry in entries if entry.name.endswith(_SUFFIX))
-
-
 def shipped_masks(pair: str) -> list[LayerMask]:
     """Masks shipped for a pair's target, found by ``FAMILY-TARGET.``; the drafter is immaterial to them."""
     family, _, rest = pair.rpartition("-")
     target = rest.partition(":")[2]
-    return [_read(name) for name in shipped_names() if name.startswith(f"{family}-{target}.")]
+    return [_read(name) for name in masks.names() if name.startswith(f"{family}-{target}.")]
 
 
 def shipped_mask(pair: str) -> LayerMask | None:
@@ -80,5 +73,5 @@ def _predicted(mask: LayerMask) -> float:
 
 
 def _read(name: str) -> LayerMask:
-    text = (resources.files("viasd.masks") / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
+    text = (resources.files(masks) / f"{name}{masks.SUFFIX}").read_text(encoding="utf-8")
     return LayerMask.from_json(json.loads(text), name)

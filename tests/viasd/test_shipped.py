@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from viasd import shipped
+from viasd import masks, shipped
 from viasd.errors import MaskError
 from viasd.mask import LayerMask
-from viasd.shipped import find_mask, resolve_mask, shipped_mask, shipped_masks, shipped_names
+from viasd.shipped import find_mask, resolve_mask, shipped_mask, shipped_masks
 
 KEEP = (True, True, False, True, False, False, True, True)
 
@@ -17,7 +17,8 @@ KEEP = (True, True, False, True, False, False, True, True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "shipped"
     path.mkdir()
-    monkeypatch.setattr(shipped.resources, "files", lambda package: path if package == "viasd.masks" else None)
+    for module in (masks, shipped):
+        monkeypatch.setattr(module.resources, "files", lambda package: path)  # type: ignore[attr-defined]
     monkeypatch.chdir(tmp_path)
     return path
 
@@ -76,10 +77,7 @@ def test_a_shipped_mask_goes_by_its_name_unless_there_is_such_a_file(folder: Pat
         find_mask("tiny-8.skip40")
 
 
-SHIPPED = shipped_names()
-
-
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", masks.names())
 def test_every_shipped_mask_is_a_finished_search_that_beats_chance(name: str) -> None:
     mask = find_mask(name)
     details = mask.details
