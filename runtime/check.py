@@ -134,6 +134,9 @@ def _along(
     """Each token of an answer, and the full verifier's processed logits ``[V]`` before it."""
     target, sampler = TieredTarget(pair.target, None, Counters()), Sampler(sampling)
     tokens = list(prompt_ids)
+    with torch.inference_mode():
+        # In the very passes of plain decoding: another split of the prompt would round its keys differently.
+        target.prefill(tokens[:-1])
     for token in answer:
         with torch.inference_mode():
             row = sampler.ahead(tokens).next(target.full(tokens, 1)[0])

@@ -126,10 +126,14 @@ def tables(summary: Figures) -> list[tuple[str, list[list[str]]]]:
     """(title, rows) of every task and of all together."""
     columns = columns_of(summary["methods"])
     found = [
-        (f"{task} ({part['prompts']} prompts)", rows_of(part["methods"], columns))
+        (f"{task} ({_prompts(part['prompts'])})", rows_of(part["methods"], columns))
         for task, part in summary["tasks"].items()
     ]
-    return [*found, (f"all tasks ({summary['prompts']} prompts)", rows_of(summary["methods"], columns))]
+    return [*found, (f"all tasks ({_prompts(summary['prompts'])})", rows_of(summary["methods"], columns))]
+
+
+def _prompts(n: int) -> str:
+    return f"{n} prompt{'' if n == 1 else 's'}"
 
 
 def definitions(summary: Figures) -> list[str]:
@@ -188,7 +192,7 @@ def _check_lines(summary: Figures) -> list[str]:
         text = f"check: {found['compared']} {who} compared with plain greedy decoding, {found['mismatches']} differ"
         if found["mismatches"]:
             first = found["first"][0]
-            gap = f", logits {first['gap']:.3g} apart" if "gap" in first else ""
+            gap = f", logits {first['gap']:.3g} apart" if first.get("gap") is not None else ""
             text += (
                 f" ({found['near_ties']} near-ties within rounding, {found['bugs']} NOT near-ties; first: "
                 f"{first['method']} on prompt {first['prompt']} at token {first['index']}{gap})"

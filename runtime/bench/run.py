@@ -150,6 +150,7 @@ def mismatch(pair: Pair, ids: Sequence[int], tokens: Sequence[int], plain: Seque
     if common is None:  # one goes on where the other has ended: no rounding explains that
         return {"equal": False, "compared": len(plain), "index": min(len(tokens), len(plain)), "kind": "bug"}
     found = compare_tokens(pair, ids, tokens[: common + 1], SamplingConfig(), lossless=True)
+    # Where q now says what the answer says, plain decoding itself did not round the same way twice.
     kind = "near-tie" if found.equal or found.near_tie else "bug"
     return {
         "equal": False,
@@ -157,7 +158,7 @@ def mismatch(pair: Pair, ids: Sequence[int], tokens: Sequence[int], plain: Seque
         "index": common,
         "token": tokens[common],
         "plain": plain[common],
-        "gap": found.gap or 0.0,
+        "gap": found.gap,
         "kind": kind,
     }
 
