@@ -65,3 +65,11 @@ def check_writable(name: str, value: str) -> None:
         raise OptionError(f"--{name}: there is no folder '{path.parent}'; make it first")
     if not os.access(path.parent, os.W_OK):
         raise OptionError(f"--{name}: folder '{path.parent}' is not writable")
+
+
+def is_file(name: str) -> bool:
+    """Whether there is a file of that name, whatever the name may be."""
+    try:
+        return Path(name).is_file()
+    except OSError:  # such as a name that is too long
+        return False

@@ -6,11 +6,11 @@ Nothing here imports torch, so that ``--help`` and every contradiction are answe
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import viasd
 from viasd.errors import MaskError, OptionError
+from viasd.runtime.command import is_file
 from viasd.runtime.models import Parser, add_model_options, check_exclusive, check_models, given_options, option
 from viasd.runtime.names import BASELINES, MASKED, MODES, STRATEGIES, UNDRAFTED
 
@@ -231,15 +231,8 @@ def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
             good = False
         if not good:
             raise MaskError(f"--mask even:RATIO takes a number from 0 to below 1, such as even:0.45, but got {ratio!r}")
-    elif args.mask != "none" and not _is_file(args.mask):
+    elif args.mask != "none" and not is_file(args.mask):
         raise MaskError(f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO or a file")
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # such as a name that is too long
-        return False
 
 
 def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:

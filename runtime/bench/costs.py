@@ -30,7 +30,8 @@ def pass_seconds(pair: Pair, masks: Mapping[str, LayerMask], gammas: Sequence[in
         gammas: Draft lengths.
 
     Returns:
-        ``full``, ``slim`` (or ``slim/NAME`` where there are several) -> tokens -> seconds.
+        ``full``, ``slim`` (or ``slim/NAME`` where there are several) and, where it is a model, ``drafter`` (one token)
+        -> tokens -> seconds.
     """
     sizes = sorted({1, 2, *(gamma + 1 for gamma in gammas)})
     context = min(CONTEXT, pair.target.context_length - sizes[-1] - 1)
@@ -42,6 +43,11 @@ def pass_seconds(pair: Pair, masks: Mapping[str, LayerMask], gammas: Sequence[in
             target.prefill(tokens[:context])
         for size in sizes:
             jobs[name, size] = _pass_of(target, tokens[: context + size], context, slim=mask is not None)
+    if pair.drafter is not None:
+        drafter, before = TieredTarget(pair.drafter, None, Counters()), min(context, pair.drafter.context_length - 1)
+        with torch.inference_mode():
+            drafter.prefill(tokens[:before])
+        jobs["drafter", 1] = _pass_of(drafter, tokens[: before + 1], before, slim=False)
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in jobs}
     with torch.inference_mode():
         for repeat in range(_REPEATS + 1):
@@ -117,13 +123,12 @@ def read_bandwidth(device: torch.device) -> float:
 def measure(pair: Pair, masks: Mapping[str, LayerMask], gammas: Sequence[int]) -> dict[str, Any]:
     """Costs of passes and the memory limit, as the summary's ``costs`` and ``bandwidth``."""
     seconds = pass_seconds(pair, masks, gammas)
-    one = seconds["full"][1]
     read, bandwidth = bytes_per_token(pair.target), read_bandwidth(pair.target.device)
     return {
         "costs": {
             "context": CONTEXT,
             "seconds": {name: {str(n): s for n, s in row.items()} for name, row in seconds.items()},
-            "relative": {name: {str(n): s / one for n, s in row.items()} for name, row in seconds.items()},
+            "relative": {name: {str(n): s / row[1] for n, s in row.items()} for name, row in seconds.items()},
         },
         "bandwidth": {
             "bytes_per_token": read,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from viasd.errors import OptionError
@@ -74,13 +75,13 @@ class _Maker:
     def resolve_masks(self) -> None:
         """Reads the masks, or puts an evenly spaced one in the place of a missing one."""
         pair, specs = self._pair, self._config.masks
-        wanted = [s for s in self._config.strategies if s in MASKED]
-        if not wanted:
+        wanted = [s for s in self._config.strategies if s in MASKED and s != "auto"]
+        if not wanted and "auto" not in self._config.strategies:
             if specs:
                 self._grid.notes.append("no strategy uses a mask, so the masks are left out")
             return
         masks = [resolve_mask(spec, pair.target.n_layers, pair.name) for spec in specs or ("auto",)]
-        if masks == [None] and specs != ("none",):
+        if masks == [None] and specs != ("none",) and wanted:
             self._stand_in = True
             self._grid.notes.append(
                 f"no mask is shipped for {pair.name}: strategy {wanted[0]} uses {EVEN}, evenly spaced; viasd-search finds a "
@@ -92,29 +93,30 @@ class _Maker:
                 continue
             if (warning := mask.check(pair.target, pair.target_id)) is not None:
                 self._grid.notes.append(warning)
+            if mask.name in self._grid.masks:
+                mask = replace(mask, name=f"{mask.name}:{mask_hash(mask)[:6]}")
             self._grid.masks[mask.name] = mask
 
     def add_strategy(self, strategy: str) -> None:
         config = self._config
-        fixed = strategy in (*MODELESS, "plain")
-        for mode in (None,) if fixed else config.modes:
-            for mask in self._masks_of(strategy):
-                for gamma in (None,) if strategy in UNDRAFTED else config.gammas:
-                    options: dict[str, Any] = {"strategy": strategy, **_mode_options(mode)}
-                    if strategy == "cascade":
-                        options["tiers"] = "3"  # what was asked for is measured, whether it pays or not
-                    if gamma is not None:
-                        options["gamma"] = gamma
-                    if config.alpha is not None and (mode == "bounded" or strategy in LOSSY):
-                        options["alpha"] = config.alpha
-                    parts = [strategy]
-                    if mode not in (None, "lossless"):
-                        parts.append(mode)
-                    if mask is not None and len(self._grid.masks) > 1:
-                        parts.append(mask.name)
-                    if gamma is not None and len(config.gammas) > 1:
-                        parts.append(f"gamma{gamma}")
-                    self._add("/".join(parts), OWN, options, mask)
+        modes = (None,) if strategy in (*MODELESS, "plain") else config.modes
+        gammas = (None,) if strategy in UNDRAFTED else config.gammas
+        for mode, mask, gamma in product(modes, self._masks_of(strategy), gammas):
+            options: dict[str, Any] = {"strategy": strategy, **_mode_options(mode)}
+            if strategy == "cascade":
+                options["tiers"] = "3"  # what was asked for is measured, whether it pays or not
+            if gamma is not None:
+                options["gamma"] = gamma
+            if config.alpha is not None and (mode == "bounded" or strategy in LOSSY):
+                options["alpha"] = config.alpha
+            parts = [strategy]
+            if mode not in (None, "lossless"):
+                parts.append(mode)
+            if mask is not None and len(self._grid.masks) > 1:
+                parts.append(mask.name)
+            if gamma is not None and len(config.gammas) > 1:
+                parts.append(f"gamma{gamma}")
+            self._add("/".join(parts), OWN, options, mask)
 
     def _masks_of(self, strategy: str) -> Sequence[LayerMask | None]:
         """The masks a strategy runs with. `auto` does here what it would do elsewhere, so it gets no stand-in."""

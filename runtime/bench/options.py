@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import viasd
-from viasd.errors import OptionError
+from viasd.errors import MaskError, OptionError
 from viasd.runtime.bench.config import GAMMA, MAX_NEW_TOKENS, MODES, PEERS, REPEATS, BenchConfig
-from viasd.runtime.command import check_writable
+from viasd.runtime.command import check_writable, is_file
 from viasd.runtime.models import Parser, add_model_options, check_models
 from viasd.runtime.names import BASELINES
 
@@ -21,6 +21,7 @@ also:
 Every method runs on the same weights in the same process, on the same prompts, in turn and in rotating order, after a
 warm-up. What is printed is a median with its spread, and what is slower than plain decoding is said to be.
 
+Exit code 1: a method failed on a prompt, or a lossless output differs from plain decoding by more than rounding (--check).
 literature strategies: {", ".join(BASELINES)}"""
 
 _T = TypeVar("_T")
@@ -103,6 +104,7 @@ def config_from_args(args: argparse.Namespace) -> BenchConfig:
 
     Raises:
         OptionError: If a list is malformed, a name unknown, or a number out of range.
+        MaskError: If a mask file is missing.
     """
     given: dict[str, Any] = {
         name: value
@@ -115,6 +117,9 @@ def config_from_args(args: argparse.Namespace) -> BenchConfig:
     for name in ("strategies", "peers", "modes", "masks"):
         if (value := getattr(args, name)) is not None:
             given[name] = () if name == "peers" and value == "none" else _list(name, value, str)
+    for spec in given.get("masks", ()):
+        if spec not in ("auto", "none") and not spec.startswith("even:") and not is_file(spec):
+            raise MaskError(f"no mask file at {spec!r}; --masks takes auto, none, even:RATIO or files")
     if args.gammas is not None:
         given["gammas"] = _list("gammas", args.gammas, int)
     return BenchConfig(**given)

@@ -208,8 +208,8 @@ def _cost_lines(summary: Figures) -> list[str]:
     lines = []
     for name, row in costs["relative"].items():
         seconds = costs["seconds"][name]
-        cells = ", ".join(f"{n}: {seconds[n] * 1e3:.1f} ms ({value:.2f})" for n, value in row.items())
-        lines.append(f"cost of a {name} pass by tokens, relative to one token of the full verifier: {cells}")
+        cells = ", ".join(f"{n}: {seconds[n] * 1e3:.1f} ms ({value:.2f}x)" for n, value in row.items())
+        lines.append(f"cost of a {name} pass by tokens, cost(m) / cost(1) in brackets: {cells}")
     limit = bandwidth["limit_tokens_per_second"]
     reached = bandwidth.get("plain_share")
     lines.append(

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
-from viasd.errors import OptionError
+from viasd.errors import ViasdError
 from viasd.pair import Pair
 from viasd.runtime.bench.config import BenchConfig
 from viasd.runtime.bench.dataset import Dataset, Item
@@ -71,32 +69,27 @@ class Bench:
         """
         items = self.dataset.items
         left = [(i, item) for i, item in enumerate(items) if not results.has(item)]
-        if left:
-            self._warm_up(left[0][1])
+        warm = False
         for i, item in left:
             tell(i, len(items), item)
-            results.add(self._measure(i, item))
+            try:
+                ids = self.pair.encode([{"role": "user", "content": item.text}] if self.chat else item.text)
+            except ViasdError as error:  # too long, or refused by the chat template
+                results.add([{**_head(m, item), "error": _one_line(error)} for m in self.grid.methods.values()])
+                continue
+            if not warm:
+                self._warm_up(ids)
+                warm = True
+            results.add(self._measure(i, item, ids))
 
-    def _warm_up(self, item: Item) -> None:
-        ids = self.encode(item)
+    def _warm_up(self, ids: Sequence[int]) -> None:
         for _ in range(self.config.warmup):
             for method in self.grid.methods.values():
                 _tried(method, ids)
 
-    def encode(self, item: Item) -> list[int]:
-        """A prompt's tokens.
-
-        Raises:
-            OptionError: If the chat template refuses it.
-        """
-        try:
-            return self.pair.encode([{"role": "user", "content": item.text}] if self.chat else item.text)
-        except TemplateError as error:
-            raise OptionError(f"the chat template refuses prompt {item.id}: {error}") from error
-
-    def _measure(self, index: int, item: Item) -> list[Record]:
+    def _measure(self, index: int, item: Item, ids: Sequence[int]) -> list[Record]:
         """All methods on one prompt, `repeats` times in turn; where the turn begins rotates."""
-        ids, methods = self.encode(item), list(self.grid.methods.values())
+        methods = list(self.grid.methods.values())
         answers: dict[str, list[Answer]] = {m.spec.name: [] for m in methods}
         errors: dict[str, str] = {}
         for repeat in range(self.config.repeats):
@@ -115,8 +108,7 @@ class Bench:
         for method in methods:
             method.settle()
             name = method.spec.name
-            record: Record = {"method": name, "kind": method.spec.kind, "task": item.task, "prompt": item.id}
-            record["prompt_tokens"] = len(ids)
+            record = _head(method, item) | {"prompt_tokens": len(ids)}
             if name in errors:
                 record["error"] = errors[name]
             else:
@@ -168,7 +160,15 @@ def _tried(method: Method, ids: Sequence[int]) -> Answer | str:
     try:
         return method.answer(ids)
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+def _head(method: Method, item: Item) -> Record:
+    return {"method": method.spec.name, "kind": method.spec.kind, "task": item.task, "prompt": item.id}
 
 
 def _figures(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def test_every_method_on_every_prompt_and_a_summary(run: Run, here: Path) -> Non
     assert (check["compared"], check["mismatches"]) == (6, 0)
     assert (check["peers"]["compared"], check["peers"]["mismatches"]) == (9, 0)
     assert set(summary["costs"]["seconds"]["full"]) == {"1", "2", "6"}
-    assert set(summary["costs"]["relative"]) == {"full", "slim"}
+    assert set(summary["costs"]["relative"]) == {"full", "slim", "drafter"}
+    assert all(row["1"] == 1 for row in summary["costs"]["relative"].values())
     assert summary["bandwidth"]["limit_tokens_per_second"] > 0
     assert "sd" in summary["predictions"]
     where = summary["provenance"]
@@ -217,6 +218,16 @@ def test_a_failing_method_is_recorded_left_out_and_told(run: Run, here: Path, mo
     assert f"lookup FAILED on {len(failed)} of 3 prompts" in out
 
 
+def test_a_prompt_that_does_not_fit_is_recorded_and_the_others_go_on(run: Run, here: Path) -> None:
+    with (here / "d.jsonl").open("a") as stream:
+        stream.write(json.dumps({"question": "x" * 600}) + "\n")
+    code, out, _ = bench(run, "--strategies", "sd", "--peers", "none", "--repeats", "1", "--output", "r.jsonl")
+    assert code == 1
+    assert "plain FAILED on 1 of 4 prompts" in out
+    last = strict_lines(here / "r.jsonl")[-2]
+    assert last["error"].startswith("ContextLengthError: the prompt has 600 tokens")
+
+
 def test_a_wrong_token_is_a_bug_and_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     original = OwnMethod.answer
 
@@ -298,10 +309,8 @@ def test_a_cascade_without_a_mask_gets_a_stand_in_or_is_left_out(run: Run) -> No
     _, out, err = bench(run, *argv, "--masks", "none")
     assert "left out: cascade (a slim verifier needs a mask" in err
     assert list(json.loads(out)["methods"]) == ["plain"]
-    assert list(json.loads(bench(run, *argv, "--masks", "even:0.25,even:0.5")[1])["methods"])[1:] == [
-        "cascade/even:0.25",
-        "cascade/even:0.5",
-    ]
+    several = bench(run, *argv, "--masks", "even:0.25,even:0.5")[1]
+    assert list(json.loads(several)["methods"])[1:] == ["cascade/even:0.25", "cascade/even:0.5"]
 
 
 def test_a_figure(run: Run, here: Path) -> None:
@@ -361,6 +370,7 @@ def test_two_files_side_by_side(run: Run, here: Path) -> None:
         (("--pair", "nonsense"), "a pair must be FAMILY-DRAFTER:TARGET"),
         (("--output", "no/such/folder.jsonl"), "there is no folder"),
         (("--plot", "."), "--plot must be a file"),
+        (("--masks", "none.json"), "no mask file at 'none.json'"),
         (("--speed",), "unrecognized arguments: --speed"),
         (("compare", "a"), "the following arguments are required"),
     ],
@@ -379,7 +389,7 @@ def test_bad_options_are_one_line_before_anything_is_loaded(
 
 
 def test_a_bad_mask_is_one_line(run: Run) -> None:
-    for spec, message in (("even:1.5", "skip ratio must be"), ("none.json", "can't read mask file")):
+    for spec, message in (("even:1.5", "skip ratio must be"), ("d.jsonl", "is not JSON")):
         code, out, err = bench(run, "--masks", spec)
         assert (code, out) == (2, "")
         assert message in err.splitlines()[-1]

@@ -107,5 +107,5 @@ def test_a_random_mask_skips_as_much_and_comes_from_its_seed() -> None:
 def test_a_mask_of_another_target_is_refused(tmp_path: Path) -> None:
     LayerMask.even(30, 0.5).save(tmp_path / "m.json")
     config = BenchConfig(strategies=("cascade",), masks=(str(tmp_path / "m.json"),))
-    with pytest.raises(MaskError, match="has 30 layers, but .* has 8"):
+    with pytest.raises(MaskError, match=r"has 30 layers, but .* has 8"):
         make_grid(pair_of("llama"), config)
