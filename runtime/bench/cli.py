@@ -15,7 +15,7 @@ from viasd.runtime.bench.compare import check_comparable, comparison, comparison
 from viasd.runtime.bench.dataset import load_dataset
 from viasd.runtime.bench.options import PROG, config_from_args, parse_args
 from viasd.runtime.bench.records import ResultFile, read_summary
-from viasd.runtime.bench.report import definitions, markdown_report, markdown_table, remarks, tables
+from viasd.runtime.bench.report import definitions, fitted, markdown_report, markdown_table, remarks, tables
 from viasd.runtime.command import INTERRUPTED, complain, run_command
 from viasd.runtime.display import Screen, clean, print_json
 from viasd.runtime.models import load_models
@@ -155,12 +155,13 @@ def _show_table(rows: Sequence[Sequence[str]], title: str, screen: Screen) -> No
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
-    for i, head in enumerate(rows[0]):
-        table.add_column(Text(head), justify="right" if i else "left", overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*(Text(clean(cell)) for cell in row))
-    screen.out.print(table)
+    for i, part in enumerate(fitted(rows, screen.out.width)):
+        table = Table(title=None if i else title, title_justify="left")
+        for j, head in enumerate(part[0]):
+            table.add_column(Text(head), justify="right" if j else "left", overflow="fold")
+        for row in part[1:]:
+            table.add_row(*(Text(clean(cell)) for cell in row))
+        screen.out.print(table)
 
 
 def _print(text: str, screen: Screen) -> None:

@@ -122,6 +122,23 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[list[str]]]:
+    """Rows as one table, or as several of fewer columns, each beginning with the first, where the terminal is narrower.
+
+    Args:
+        rows: Head and rows.
+        width: Characters of a line.
+    """
+    frame = 3  # a border and a blank on either side
+    sizes = [max(len(row[i]) for row in rows) + frame for i in range(len(rows[0]))]
+    parts: list[list[int]] = [[0]]
+    for i in range(1, len(sizes)):
+        if len(parts[-1]) > 1 and sum(sizes[j] for j in parts[-1]) + sizes[i] + 1 > width:
+            parts.append([0])
+        parts[-1].append(i)
+    return [[[row[i] for i in part] for row in rows] for part in parts]
+
+
 def tables(summary: Figures) -> list[tuple[str, list[list[str]]]]:
     """(title, rows) of every task and of all together."""
     columns = columns_of(summary["methods"])

@@ -10,7 +10,7 @@ from torch import nn
 from viasd.divergences import expected_tokens
 from viasd.runtime.bench.compare import comparison, differences
 from viasd.runtime.bench.costs import bytes_per_token, interpolated, read_bandwidth
-from viasd.runtime.bench.report import markdown_table
+from viasd.runtime.bench.report import fitted, markdown_table
 from viasd.runtime.bench.run import mismatch
 from viasd.runtime.bench.summary import check_summary, figures_by_method, predictions
 from viasd.runtime.metrics import Counters
@@ -143,6 +143,16 @@ def test_bandwidth_is_a_plausible_number(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_cells_of_a_markdown_table_line_up() -> None:
     table = markdown_table([["method", "x"], ["a|b", "1.00"]])
     assert table == "| method | x    |\n|--------|------|\n| a\\|b   | 1.00 |"
+
+
+def test_a_table_wider_than_the_terminal_is_split_by_columns() -> None:
+    rows = [["method", "aaaa", "bbbb", "cccc"], ["plain", "1", "2", "3"]]
+    assert fitted(rows, 80) == [rows]
+    assert fitted(rows, 25) == [
+        [["method", "aaaa", "bbbb"], ["plain", "1", "2"]],
+        [["method", "cccc"], ["plain", "3"]],
+    ]
+    assert len(fitted(rows, 5)) == 3
 
 
 def test_two_summaries_side_by_side() -> None:
