@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from viasd.errors import OptionError
+from viasd.runtime.names import LOSSY, STRATEGIES
 from viasd.runtime.names import MODES as RUN_MODES
-from viasd.runtime.names import STRATEGIES
 
 PEERS = ("generate", "assisted", "lookup")
 #: ``via-ratio`` is via mode with fixed thresholds, without its guard.
@@ -16,6 +17,7 @@ MODES = (*RUN_MODES, "via-ratio")
 MAX_NEW_TOKENS = 64
 REPEATS = 3
 GAMMA = 5
+_COLDEST = 1e-6  # as `viasd.sampling.SamplingConfig`, which needs torch
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,23 @@ class BenchConfig:
             _known(name, values, allowed)
         if not self.modes or not self.gammas:
             raise OptionError(f"{'gammas' if self.modes else 'modes'} must have at least one entry")
-        for name, value in (("max_new_tokens", self.max_new_tokens), ("repeats", self.repeats), *_each(self.gammas)):
-            if value < 1:
-                raise OptionError(f"{name} must be at least 1, but got {value}")
+        for name in ("max_new_tokens", "repeats", "gammas"):
+            value = getattr(self, name)
+            least = min(value) if name == "gammas" else value
+            if least < 1:
+                raise OptionError(f"{name} must be at least 1, but got {least}")
         if self.warmup < 0:
             raise OptionError(f"warmup must be at least 0, but got {self.warmup}")
         if self.alpha is not None and not 0 < self.alpha < 1:
             raise OptionError(f"alpha must be above 0 and below 1, but got {self.alpha:g}")
+        if self.alpha is not None and "bounded" not in self.modes and not set(LOSSY) & set(self.strategies):
+            raise OptionError(
+                "alpha is for bounded mode and lossy strategies, and there is neither; add --modes bounded"
+            )
+        if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
+            raise OptionError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}, but got {self.temperature:g}")
         if self.check and self.temperature:
             raise OptionError("check needs temperature 0: a sampled answer has no single right text; leave one out")
-
-
-def _each(gammas: Sequence[int]) -> list[tuple[str, int]]:
-    return [("gammas", gamma) for gamma in gammas]
 
 
 def _known(name: str, values: Sequence[str], allowed: Sequence[str]) -> None:

@@ -99,6 +99,8 @@ class _Maker:
 
     def add_strategy(self, strategy: str) -> None:
         config = self._config
+        if strategy in MODELESS and config.modes != ("lossless",):
+            self._grid.notes.append(f"strategy {strategy} has a law of its own, so the modes mean nothing to it")
         modes = (None,) if strategy in (*MODELESS, "plain") else config.modes
         gammas = (None,) if strategy in UNDRAFTED else config.gammas
         for mode, mask, gamma in product(modes, self._masks_of(strategy), gammas):

@@ -140,13 +140,14 @@ def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[list[str]]]:
 
 
 def tables(summary: Figures) -> list[tuple[str, list[list[str]]]]:
-    """(title, rows) of every task and of all together."""
-    columns = columns_of(summary["methods"])
+    """(title, rows) of every task, where there are several, and of all together."""
+    columns, tasks = columns_of(summary["methods"]), summary["tasks"]
     found = [
         (f"{task} ({_prompts(part['prompts'])})", rows_of(part["methods"], columns))
-        for task, part in summary["tasks"].items()
+        for task, part in (tasks.items() if len(tasks) > 1 else ())
     ]
-    return [*found, (f"all tasks ({_prompts(summary['prompts'])})", rows_of(summary["methods"], columns))]
+    title = "all tasks" if len(tasks) > 1 else next(iter(tasks), "no task")
+    return [*found, (f"{title} ({_prompts(summary['prompts'])})", rows_of(summary["methods"], columns))]
 
 
 def _prompts(n: int) -> str:

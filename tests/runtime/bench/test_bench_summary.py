@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from tiny import model_of, pair_of, prompt_ids
-from torch import nn
 
 from viasd.divergences import expected_tokens
 from viasd.runtime.bench.compare import comparison, differences
@@ -117,17 +116,6 @@ def test_bytes_of_a_token_are_those_of_the_layers_and_the_head() -> None:
     assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
     everything = sum(p.numel() * p.element_size() for p in tied.model.parameters())
     assert everything <= bytes_per_token(tied) < everything + 4096  # rotary tables and scales may be buffers
-
-
-def test_a_buffer_shared_by_several_weights_counts_once_each() -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            both = torch.zeros(4, 2)
-            self.a, self.b = nn.Parameter(both[:2]), nn.Parameter(both[2:])
-
-    weights = {(p.data_ptr(), p.numel()): p.numel() * 4 for p in Fused().parameters()}
-    assert sum(weights.values()) == 32
 
 
 def test_costs_between_the_measured_sizes() -> None:
