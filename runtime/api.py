@@ -11,6 +11,7 @@ from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
 from viasd.runtime.config import DecodingConfig, GenerationConfig
 from viasd.runtime.guard import Guard
+from viasd.runtime.names import MASKED
 from viasd.runtime.result import Result
 from viasd.runtime.session import Event, Session, check_prompt_kind
 from viasd.sampling import SamplingConfig
@@ -105,7 +106,8 @@ def stream(
         raise OptionError(f"give either config or single options, but got both (option '{next(iter(options))}')")
     config = config or make_config(options)
     decoding = config.decoding
-    if mask not in (None, "auto", "none") and (decoding.strategy in ("plain", "sd") or decoding.tiers == "2"):
+    unmasked = decoding.strategy not in MASKED or (decoding.tiers == "2" and decoding.strategy in ("auto", "cascade"))
+    if unmasked and mask not in (None, "auto", "none"):
         raise OptionError(
             "a mask is for a slim verifier, which this strategy does not have; leave out the mask, or use strategy cascade"
         )

@@ -20,6 +20,7 @@ from viasd.runtime.display import Screen, counts, play, shares
 from viasd.runtime.gates import Thresholds
 from viasd.runtime.guard import Guard
 from viasd.runtime.metrics import Counters
+from viasd.runtime.names import UNDRAFTED
 from viasd.runtime.options import DEFINITIONS, check_mask_use
 from viasd.runtime.prompting import start
 from viasd.runtime.result import Result
@@ -214,8 +215,8 @@ class Chat:
 
     def _set_gamma(self, text: str) -> None:
         if text:
-            if self._config.decoding.strategy == "plain":
-                raise OptionError("gamma is the length of a draft, but strategy plain drafts nothing")
+            if (name := self._config.decoding.strategy) in UNDRAFTED:
+                raise OptionError(f"gamma is the length of a draft, but strategy {name} drafts nothing")
             try:
                 gamma = int(text)
             except ValueError as error:

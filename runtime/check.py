@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from viasd.errors import OptionError
 from viasd.pair import Pair
@@ -88,26 +89,57 @@ def compare_with_plain(pair: Pair, prompt_ids: Sequence[int], result: Result, sa
     Raises:
         OptionError: If the answer was sampled: two samples need not be equal.
     """
+    return compare_tokens(pair, prompt_ids, result.token_ids, sampling, lossless=result.lossless)
+
+
+def compare_tokens(
+    pair: Pair, prompt_ids: Sequence[int], tokens: Sequence[int], sampling: SamplingConfig, *, lossless: bool
+) -> Comparison:
+    """The same for an answer of anybody's, given as its tokens.
+
+    Raises:
+        OptionError: If the answer was sampled.
+    """
     if not sampling.greedy:
         raise OptionError(
             "comparing with plain decoding needs temperature 0; a sampled answer has no single right text"
         )
-    target, sampler = TieredTarget(pair.target, None, Counters()), Sampler(sampling)
-    tokens = list(prompt_ids)
     first: tuple[int, int, int, float, bool] | None = None
     disagreed = 0
+    for index, (token, row) in enumerate(_along(pair, prompt_ids, tokens, sampling)):
+        greedy = int(row.argmax())
+        if greedy == token:
+            continue
+        disagreed += 1
+        if first is None:
+            gap = float(row[greedy] - row[token])
+            scale = abs(float(row[greedy]))
+            units = _UNITS.get(pair.target.dtype, 3.0)
+            near = gap <= units * torch.finfo(pair.target.dtype).eps * scale
+            first = (index, token, greedy, gap, near)
+    return Comparison(len(tokens), disagreed, lossless, *(first or ()))
+
+
+def mean_log_q(pair: Pair, prompt_ids: Sequence[int], tokens: Sequence[int], sampling: SamplingConfig) -> float:
+    """Mean log-probability of an answer's tokens under q (after the request's processors, before temperature), in nats."""
+    total = 0.0
+    for token, row in _along(pair, prompt_ids, tokens, sampling):
+        total += float(torch.log_softmax(row, dim=-1)[token])
+    return total / len(tokens)
+
+
+def _along(
+    pair: Pair, prompt_ids: Sequence[int], answer: Sequence[int], sampling: SamplingConfig
+) -> Iterator[tuple[int, Tensor]]:
+    """Each token of an answer, and the full verifier's processed logits ``[V]`` before it."""
+    target, sampler = TieredTarget(pair.target, None, Counters()), Sampler(sampling)
+    tokens = list(prompt_ids)
     with torch.inference_mode():
-        for index, token in enumerate(result.token_ids):
+        # In the very passes of plain decoding: another split of the prompt would round its keys differently.
+        target.prefill(tokens[:-1])
+    for token in answer:
+        with torch.inference_mode():
             row = sampler.ahead(tokens).next(target.full(tokens, 1)[0])
-            greedy = int(row.argmax())
-            if greedy != token:
-                disagreed += 1
-                if first is None:
-                    gap = float(row[greedy] - row[token])
-                    scale = abs(float(row[greedy]))
-                    units = _UNITS.get(pair.target.dtype, 3.0)
-                    near = gap <= units * torch.finfo(pair.target.dtype).eps * scale
-                    first = (index, token, greedy, gap, near)
-            tokens.append(token)
-            target.settle(tokens)
-    return Comparison(len(result.token_ids), disagreed, result.lossless, *(first or ()))
+        yield token, row
+        tokens.append(token)
+        target.settle(tokens)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from viasd.errors import OptionError
 from viasd.runtime.gates import THETA_ACC, THETA_ESC, Thresholds
+from viasd.runtime.names import LOSSY, MASKED, MODELESS, MODES, RULES, STRATEGIES
 from viasd.sampling import Processor, SamplingConfig
 
-STRATEGIES = ("auto", "plain", "sd", "cascade")
-MODES = ("lossless", "bounded", "via")
 GATES = ("guarded", "ratio")
 TIERS = ("auto", "2", "3")
 
@@ -24,14 +23,16 @@ class DecodingConfig:
 
     Attributes:
         strategy: ``plain``, ``sd`` (two tiers), ``cascade`` (three), or ``auto``: cascade where there is a mask, else sd.
+            Also those of the literature (`viasd.runtime.names.BASELINES`).
         mode: ``lossless`` (the output's law is exactly q), ``bounded`` (total variation to q at most `alpha` per token)
-            or ``via`` (dual thresholds; cascade only). None: via for a cascade, else lossless.
+            or ``via`` (dual thresholds; cascade only). None: via for a cascade, the strategy's own law where it has one,
+            else lossless.
         tiers: ``auto`` lets measured times and acceptance decide whether a cascade keeps its slim tier; ``3`` forces it,
             ``2`` leaves it out.
         gate: ``guarded`` or ``ratio`` (`via` only).
         thresholds: Dual thresholds (`via` only).
         gamma: Longest drafted block.
-        alpha: Bound of `bounded` mode, in ``(0, 1)``.
+        alpha: Bound of `bounded` mode and of strategy ``lossy``, in ``(0, 1)``; parameter of a deferral rule, in ``[0, 1)``.
         max_disagreement: Budget of the guard (`via`, guarded).
         audit: Share of blocks that skipped the full verifier and are checked by it (`via` only).
         recheck: Where the full verifier runs, let it test the gated tokens before the escalated one too (`via` only).
@@ -74,29 +75,34 @@ class DecodingConfig:
             _share("audit", self.audit, below_one=False)
         if self.max_disagreement is not None:
             _share("max_disagreement", self.max_disagreement)
-        if self.alpha is not None and not 0 < self.alpha < 1:
+        if self.alpha is not None and self.strategy in RULES:
+            _share("alpha", self.alpha)
+        elif self.alpha is not None and not 0 < self.alpha < 1:
             raise OptionError(f"alpha must be above 0 and below 1, but got {self.alpha:g}; alpha 0 is --mode lossless")
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
-        if self.mode == "via" and self.strategy in ("plain", "sd"):
+        three_tiers = self.strategy in ("auto", "cascade")
+        if self.mode is not None and self.strategy in MODELESS:
+            raise OptionError(f"strategy {self.strategy} has a law of its own; leave out --mode {self.mode}")
+        if self.mode == "via" and not three_tiers:
             raise OptionError(f"mode via needs three tiers, but strategy is {self.strategy}; use --strategy cascade")
         if self.mode == "bounded" and self.strategy == "plain":
             raise OptionError("plain decoding is always lossless; leave out --mode bounded")
-        if self.tiers == "3" and self.strategy in ("plain", "sd"):
+        if self.tiers == "3" and not three_tiers:
             raise OptionError(f"three tiers contradict strategy {self.strategy}; use --strategy cascade")
-        if self.tiers == "2" and self.strategy == "plain":
-            raise OptionError("two tiers contradict strategy plain; use --strategy sd")
+        if self.tiers == "2" and self.strategy in ("plain", "slim"):
+            raise OptionError(f"two tiers contradict strategy {self.strategy}; use --strategy sd")
         if self.tiers == "2" and self.mode == "via":
             raise OptionError("mode via needs the slim tier; leave out --tiers 2")
-        if self.alpha is not None and self.mode != "bounded":
+        if self.alpha is not None and self.mode != "bounded" and self.strategy not in LOSSY:
             raise OptionError("alpha only means something in bounded mode; add --mode bounded")
-        via = self.mode == "via" or (self.mode is None and self.strategy in ("auto", "cascade") and self.tiers != "2")
+        via = self.mode == "via" or (self.mode is None and three_tiers and self.tiers != "2")
         if not via and (idle := _given(self, _VIA_ONLY)):
             raise OptionError(f"{idle} only means something in via mode; add --strategy cascade --mode via")
         if self.gate == "ratio" and self.max_disagreement is not None:
             raise OptionError("max_disagreement is the guard's budget, but --gate ratio switches the guard off")
-        if self.slim_rounds is not None and (self.strategy in ("plain", "sd") or self.tiers == "2" or via):
+        if self.slim_rounds is not None and (not three_tiers or self.tiers == "2" or via):
             raise OptionError("slim_rounds only means something for a cascade in lossless or bounded mode")
 
 
@@ -105,8 +111,8 @@ class Plan:
     """A `DecodingConfig` with every choice made.
 
     Attributes:
-        strategy: ``plain``, ``sd`` or ``cascade``.
-        mode: ``lossless``, ``bounded`` or ``via``.
+        strategy: Any of `viasd.runtime.names.STRATEGIES` but ``auto``.
+        mode: ``lossless``, ``bounded``, ``via``, or ``unbounded``: a law of the strategy's own, at no stated distance to q.
         reason: Why, in words, where the user left it open; empty otherwise.
     """
 
@@ -137,18 +143,24 @@ def plan(config: DecodingConfig, *, has_mask: bool) -> Plan:
                 "no mask for this target, so there is no slim verifier: decoding with two tiers, lossless "
                 "(viasd-search finds one; --mask even:0.45 makes an evenly spaced one)"
             )
-    if strategy == "cascade":
-        if not has_mask:
-            raise OptionError(_NO_MASK)
-        if config.tiers == "2":
-            strategy = "sd"
+    if strategy in MASKED and not has_mask:
+        raise OptionError(_NO_MASK)
+    if strategy == "cascade" and config.tiers == "2":
+        strategy = "sd"
     if mode is None:
-        mode = "via" if strategy == "cascade" else "lossless"
+        mode = _own_mode(strategy)
     if mode != "via" and (idle := _given(config, _VIA_ONLY)):
         raise OptionError(f"{idle} needs the slim verifier of via mode, but this is {strategy}, {mode}; {_MAKE_MASK}")
     if strategy != "cascade" and config.slim_rounds is not None:
         raise OptionError(f"slim_rounds needs a slim verifier, but this is {strategy}; {_MAKE_MASK}")
     return Plan(strategy, mode, reason)
+
+
+def _own_mode(strategy: str) -> str:
+    """The mode of a strategy that was given none."""
+    if strategy in ("cascade", "lossy"):
+        return "via" if strategy == "cascade" else "bounded"
+    return "unbounded" if strategy in MODELESS else "lossless"
 
 
 _VIA_ONLY = ("gate", "thresholds", "max_disagreement", "audit", "recheck")

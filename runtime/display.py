@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from viasd.pairs import DEFAULT_PAIR, PairSpec
+from viasd.runtime.names import MASKED
 
 if TYPE_CHECKING:
     from viasd.mask import LayerMask
@@ -126,7 +127,7 @@ def play(answer: Stream, screen: Screen, *, show: bool = True) -> Result | None:
     session = answer.session
     for line in session.notes:
         screen.note(line)
-    if session.plan.strategy == "cascade" and session.mask is not None:
+    if session.plan.strategy in MASKED and session.mask is not None:
         screen.mask(session.mask)
     shown, tier = 0, "full"
     if show:

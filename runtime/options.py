@@ -6,16 +6,16 @@ Nothing here imports torch, so that ``--help`` and every contradiction are answe
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import viasd
 from viasd import masks
 from viasd.errors import MaskError, OptionError
+from viasd.runtime.command import is_file
 from viasd.runtime.models import Parser, add_model_options, check_exclusive, check_models, given_options, option
+from viasd.runtime.names import BASELINES, MASKED, MODES, STRATEGIES, UNDRAFTED
 
 PROG = "viasd-run"
-MODES = ("lossless", "bounded", "via")
 
 DEFINITIONS = """\
 what the status line counts:
@@ -88,7 +88,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SPEC",
         help="layers of the slim verifier: auto (default: a shipped one), none, even:RATIO, a file or a shipped mask's name",
     )
-    decoding.add_argument("--strategy", choices=("auto", "plain", "sd", "cascade"), help="(default auto)")
+    decoding.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        metavar="NAME",
+        help=f"auto (default), plain, sd, cascade; for comparison: {', '.join(BASELINES)}",
+    )
     decoding.add_argument("--tiers", choices=("auto", "2", "3"), help="auto measures whether the slim verifier pays")
     decoding.add_argument("--mode", choices=MODES, help="(default via with a mask, else lossless)")
     flag(decoding, "--lossless", text="short for --mode lossless")
@@ -99,7 +104,9 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument("--alpha1", type=float, metavar="X", help="with --alpha2: theta_acc = 1 - the smaller")
     decoding.add_argument("--alpha2", type=float, metavar="X", help="and theta_esc = 1 - the larger")
     decoding.add_argument("--gamma", type=int, metavar="N", help="longest drafted block (default 5)")
-    decoding.add_argument("--alpha", type=float, metavar="X", help="total variation allowed in bounded mode (0.1)")
+    decoding.add_argument(
+        "--alpha", type=float, metavar="X", help="of bounded mode (total variation) and lossy strategies (0.1)"
+    )
     decoding.add_argument("--max-disagreement", type=float, metavar="X", help="budget of the guard (default 0.02)")
     decoding.add_argument("--audit", type=float, metavar="X", help="share of unchecked blocks audited (default 0.05)")
     decoding.add_argument(
@@ -193,9 +200,9 @@ def check_mask_use(spec: str, strategy: str | None, tiers: str | None) -> None:
     """
     if spec in ("auto", "none"):
         return
-    if strategy in ("plain", "sd"):
+    if strategy is not None and strategy not in MASKED:
         raise OptionError(f"a mask is for a slim verifier, which strategy {strategy} does not have; leave out the mask")
-    if tiers == "2":
+    if tiers == "2" and strategy in (None, "auto", "cascade"):
         raise OptionError("a mask is for a slim verifier, which two tiers do not have; leave out the mask")
 
 
@@ -211,6 +218,8 @@ def _check_preset(args: argparse.Namespace, given: set[str]) -> None:
 def _check_self_skip(args: argparse.Namespace, given: set[str], drafter: str) -> None:
     if "self_skip" in given and drafter != "self":
         raise OptionError(f"--self-skip is for the self drafter, but the drafter is {drafter}")
+    if "self_skip" in given and args.strategy == "self-sd":
+        raise OptionError("--self-skip is for the self drafter, but --strategy self-sd drafts through the mask")
 
 
 def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
@@ -225,27 +234,20 @@ def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
             good = False
         if not good:
             raise MaskError(f"--mask even:RATIO takes a number from 0 to below 1, such as even:0.45, but got {ratio!r}")
-    elif args.mask not in ("none", *masks.names()) and not _is_file(args.mask):
+    elif args.mask not in ("none", *masks.names()) and not is_file(args.mask):
         raise MaskError(
             f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO, a file, or one of "
             f"{', '.join(masks.names()) or 'no shipped masks'}"
         )
 
 
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # such as a name that is too long
-        return False
-
-
 def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:
     if args.lossless and args.mode not in (None, "lossless"):
         raise OptionError(f"--lossless contradicts --mode {args.mode}; leave one out")
-    if args.strategy == "plain":
+    if args.strategy in UNDRAFTED:
         for name in ("gamma", "draft_min_prob", "self_skip", "slim_rounds"):
             if name in given:
-                raise OptionError(f"{option(name)} is about drafting, but --strategy plain drafts nothing")
+                raise OptionError(f"{option(name)} is about drafting, but --strategy {args.strategy} drafts nothing")
     if not args.temperature:
         for name in ("top_k", "top_p", "min_p"):
             if name in given:

@@ -87,6 +87,8 @@ def describe_loss(
         return f"LOSSY (bounded): each token has at least {1 - alpha:g} of the probability of the target's own choice"  # type: ignore[operator]
     if mode == "bounded":
         return f"LOSSY (bounded): each token's law is within total variation {alpha:g} of the target's"
+    if mode == "unbounded":
+        return "LOSSY (unbounded): the law is the strategy's own, and nothing bounds how far it is from the target's"
     audit = counters.audit
     if counters.unseen == 0 and not audit.blocks:
         return "LOSSY mode via, but the full verifier checked every token of this answer"

@@ -15,30 +15,22 @@ from viasd.draws import Draws, SeededDraws
 from viasd.errors import LoadError, OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair
+from viasd.runtime.assembly import Assembly, alpha_of
 from viasd.runtime.config import GenerationConfig, Plan, thresholds_of
 from viasd.runtime.config import plan as settle_plan
-from viasd.runtime.drafters import Drafter, LookupDrafter, ModelDrafter, SelfDrafter
+from viasd.runtime.drafters import Drafter
 from viasd.runtime.gates import Gate, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
 from viasd.runtime.metrics import Counters
+from viasd.runtime.names import MASKED
 from viasd.runtime.result import Result, describe_loss
-from viasd.runtime.strategies import (
-    ChainedCascade,
-    Emission,
-    GatedCascade,
-    Plain,
-    SpeculativeDecoding,
-    Strategy,
-    Workbench,
-)
+from viasd.runtime.strategies import Emission, Strategy, Workbench
 from viasd.runtime.target import Target, TieredTarget
 from viasd.runtime.textstream import Piece, TextStream
 from viasd.runtime.tiers import measure_tiers, recorded_refusal
 from viasd.sampling import Sampler
 
-DEFAULT_AUDIT = 0.05
 DEFAULT_MAX_DISAGREEMENT = 0.02
-DEFAULT_ALPHA = 0.1
 
 
 class Event(NamedTuple):
@@ -184,11 +176,14 @@ class Session:
             )
         self._sampler = Sampler(config.sampling, config.processors)
         self._draws = draws or SeededDraws(self.seed)
-        slim = self.plan.strategy == "cascade"
+        slim = self.plan.strategy in ("cascade", "slim")
         self._target = TieredTarget(pair.target, mask.route if slim and mask is not None else None, self.counters)
-        self._drafter = None if self.plan.strategy == "plain" else self._make_drafter()
         self.guard = guard
-        self._strategy = self._make_strategy()
+        bench = Workbench(self._target, self._sampler, self._draws, self.counters)
+        stops = frozenset() if config.ignore_eos else pair.eos_ids
+        assembly = Assembly(pair, config.decoding, self.plan, mask, self._target, stops, self.notes.append)
+        self._drafter = assembly.drafter(bench)
+        self._strategy = assembly.strategy(bench, self._drafter, self._make_gate)
         self._text = TextStream(pair.tokenizer, () if chat else self.prompt, tuple(config.stop))
         self._pieces: list[Piece] = []
         self.result: Result | None = None
@@ -254,48 +249,6 @@ class Session:
         if chosen.reason:
             self.notes.append(chosen.reason)
         return chosen
-
-    def _make_drafter(self) -> Drafter:
-        pair, config = self.pair, self.config.decoding
-        stops = frozenset() if self.config.ignore_eos else pair.eos_ids
-        if pair.drafter is not None:
-            return ModelDrafter(pair.drafter, self.counters, min_confidence=config.draft_min_prob, stop_tokens=stops)
-        if pair.drafter_kind == "lookup":
-            return LookupDrafter(self.counters, min_confidence=config.draft_min_prob, stop_tokens=stops)
-        base = self._target.route or LayerMask.even(pair.target.n_layers, 0.0).route
-        thinned = base.thinned(config.self_skip)
-        if self._target.route is not None and thinned.whole_layers == base.whole_layers:
-            self.notes.append(
-                f"the self drafter skips no more layers than the slim verifier ({base.skip_ratio:.0%}), so that "
-                "one adds nothing; raise --self-skip"
-            )
-        return SelfDrafter(self._target, thinned, min_confidence=config.draft_min_prob, stop_tokens=stops)
-
-    def _make_strategy(self) -> Strategy:
-        config = self.config.decoding
-        bench = Workbench(self._target, self._sampler, self._draws, self.counters)
-        if self._drafter is None:
-            return Plain(bench)
-        alpha = (config.alpha or DEFAULT_ALPHA) if self.plan.mode == "bounded" else 0.0
-        if self.plan.strategy == "sd":
-            return SpeculativeDecoding(bench, self._drafter, gamma=config.gamma, alpha=alpha)
-        if self.plan.mode != "via":
-            return ChainedCascade(
-                bench,
-                self._drafter,
-                gamma=config.gamma,
-                slim_rounds=config.slim_rounds or 1,
-                alpha=alpha,
-                stop_tokens=frozenset() if self.config.ignore_eos else self.pair.eos_ids,
-            )
-        return GatedCascade(
-            bench,
-            self._drafter,
-            self._make_gate(),
-            gamma=config.gamma,
-            recheck=config.recheck is not False,
-            audit=DEFAULT_AUDIT if config.audit is None else config.audit,
-        )
 
     def _make_gate(self) -> Gate:
         config = self.config.decoding
@@ -364,7 +317,7 @@ class Session:
             parts["loop"] = max(0.0, counters.seconds - sum(s for part, s in parts.items() if part != "loop"))
 
     def _finish(self, text: str, produced: list[int], tiers: list[str], reason: str) -> Result:
-        alpha = self.config.decoding.alpha or DEFAULT_ALPHA
+        alpha = alpha_of(self.config.decoding)
         loss = describe_loss(self.plan.mode, self.counters, self.plan.lossless, alpha, greedy=self._sampler.greedy)
         return Result(
             text=text,
@@ -378,7 +331,7 @@ class Session:
             stats=self.counters,
             seed=self.seed,
             pair=self.pair.name,
-            mask=self.mask.name if self.mask is not None and self.plan.strategy == "cascade" else None,
+            mask=self.mask.name if self.mask is not None and self.plan.strategy in MASKED else None,
             dtype=self.pair.dtype,
             device=self.pair.device,
             notes=[*self.notes, *([] if self.plan.lossless else [loss])],

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import fields
-from pathlib import Path
 
 import viasd
-from viasd.errors import OptionError
+from viasd.runtime.command import check_writable
 from viasd.runtime.models import Parser, add_model_options, check_models
 from viasd.search.config import OBJECTIVES, SKIP_RATIO, TAU, TRIALS, SearchConfig
 
@@ -121,25 +119,6 @@ def _range(text: str) -> tuple[float, float]:
         return float(low), float(high)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected LO:HI, such as 0.1:0.5, but got '{text}'") from error
-
-
-def check_writable(name: str, value: str) -> None:
-    """Refuses a file that can't be written, before the work whose result it is for.
-
-    Raises:
-        OptionError: Naming the option and the reason.
-    """
-    path = Path(value)
-    try:
-        unfit = not value or (path.exists() and not path.is_file())
-    except OSError as error:  # such as a name that is too long
-        raise OptionError(f"--{name}: can't use '{value[:60]}': {error.strerror or error}") from error
-    if unfit:
-        raise OptionError(f"--{name} must be a file, but got '{value}'")
-    if not path.parent.is_dir():
-        raise OptionError(f"--{name}: there is no folder '{path.parent}'; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise OptionError(f"--{name}: folder '{path.parent}' is not writable")
 
 
 _READERS = {

@@ -122,12 +122,12 @@ def expected_tokens(rejection: float, gamma: float) -> float:
     return -math.expm1((gamma + 1) * math.log1p(-rejection)) / rejection
 
 
-def predicted_seconds_sd(rejection: float, gamma: int, c_p: float, c_q: float) -> float:
+def predicted_seconds_sd(rejection: float, gamma: float, c_p: float, c_q: float) -> float:
     """Seconds per token of two-tier speculative decoding, `(gamma c_p + c_q) / E(R)`.
 
     Args:
         rejection: R of drafter against full verifier.
-        gamma: Drafted tokens per round.
+        gamma: Drafted tokens per round, or their mean number.
         c_p: Seconds of one drafter step.
         c_q: Seconds of one full pass over gamma + 1 tokens.
     """

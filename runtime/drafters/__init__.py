@@ -1,8 +1,19 @@
-"""Where proposals come from: a model, the target with more layers skipped, or earlier text."""
+"""Where proposals come from: a model, the target with more layers skipped, earlier text, or two of these in a cascade."""
 
 from viasd.runtime.drafters.base import Draft, Drafter
+from viasd.runtime.drafters.horizontal import HorizontalDrafter
 from viasd.runtime.drafters.lookup import LookupDrafter
 from viasd.runtime.drafters.model import ModelDrafter
 from viasd.runtime.drafters.self_route import SelfDrafter
+from viasd.runtime.drafters.vertical import BlockDrafter, VerticalDrafter
 
-__all__ = ["Draft", "Drafter", "LookupDrafter", "ModelDrafter", "SelfDrafter"]
+__all__ = [
+    "BlockDrafter",
+    "Draft",
+    "Drafter",
+    "HorizontalDrafter",
+    "LookupDrafter",
+    "ModelDrafter",
+    "SelfDrafter",
+    "VerticalDrafter",
+]

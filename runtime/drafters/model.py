@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from viasd.attention import Segment
@@ -61,15 +62,37 @@ class ModelDrafter:
 
     settle = rewind
 
-    def _forward(self, tokens: Sequence[int]) -> Tensor:
-        """Raw logits ``[V]`` after the last of `tokens`, which follow what has been run; a prompt goes in pieces."""
+    @property
+    def device(self) -> torch.device:
+        """See `BlockDrafter`."""
+        return self.model.device
+
+    @property
+    def context_length(self) -> int:
+        """See `BlockDrafter`."""
+        return self.model.context_length
+
+    def begin(self, tokens: Sequence[int]) -> int:
+        """See `BlockDrafter`."""
+        return self.kv.full_len
+
+    def keep(self, length: int) -> None:
+        """See `BlockDrafter`."""
+        self.kv.roll_back(length)
+
+    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
+        """See `BlockDrafter`. A prompt goes in pieces."""
         self._counters.drafter_calls += 1
         self._counters.drafter_tokens_fed += len(tokens)
         done = 0
-        while len(tokens) - done > PREFILL_CHUNK:
+        while len(tokens) - done > max(PREFILL_CHUNK, n):
             self._run(tokens[done : done + PREFILL_CHUNK])
             done += PREFILL_CHUNK
-        return self.model.readout(self._run(tokens[done:])[:, -1:])[0]
+        return self.model.readout(self._run(tokens[done:])[:, -n:])
+
+    def _forward(self, tokens: Sequence[int]) -> Tensor:
+        """Raw logits ``[V]`` after the last of `tokens`, which follow what has been run."""
+        return self.rows(tokens, 1)[0]
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         kv, model = self.kv, self.model

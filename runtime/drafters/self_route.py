@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from viasd.attention import Segment
@@ -52,11 +53,11 @@ class SelfDrafter:
     def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
         """See `Drafter`."""
         target = self._target
-        self._position = target.kv.slim_len
+        position = self.begin(tokens)
         with Stopwatch(target.counters.seconds_by_tier, "drafter", target.model.device):
             return draft_stepwise(
                 self._forward,
-                tokens[self._position :],
+                tokens[position:],
                 limit,
                 ahead,
                 draws,
@@ -69,12 +70,35 @@ class SelfDrafter:
 
     settle = rewind
 
-    def _forward(self, tokens: Sequence[int]) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """See `BlockDrafter`."""
+        return self._target.model.device
+
+    @property
+    def context_length(self) -> int:
+        """See `BlockDrafter`."""
+        return self._target.model.context_length
+
+    def begin(self, tokens: Sequence[int]) -> int:
+        """See `BlockDrafter`."""
+        self._position = self._target.kv.slim_len
+        return self._position
+
+    def keep(self, length: int) -> None:
+        """See `BlockDrafter`."""
+        self._position = length
+
+    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
+        """See `BlockDrafter`."""
         target = self._target
         model = target.model
         step = model.step([Segment(target.kv, self._position, len(tokens))])
-        hidden, _ = model.run(model.embed(tokens), self.route.layers, step)
+        hidden, _ = model.run(model.embed(tokens), self.route.layers, step, parts=self.route.parts)
         self._position += len(tokens)
         target.counters.drafter_calls += 1
         target.counters.drafter_tokens_fed += len(tokens)
-        return model.readout(hidden[:, -1:])[0]
+        return model.readout(hidden[:, -n:])
+
+    def _forward(self, tokens: Sequence[int]) -> Tensor:
+        return self.rows(tokens, 1)[0]

@@ -1,9 +1,23 @@
-"""Decoding strategies: plain, two tiers, and three tiers chained or gated."""
+"""Decoding strategies: plain, two tiers (also towards another law), three tiers chained or gated, the slim tier alone."""
 
 from viasd.runtime.strategies.base import Emission, Strategy, Workbench
 from viasd.runtime.strategies.chain import ChainedCascade
+from viasd.runtime.strategies.deferring import DeferringDecoding, lossy, rule_law
 from viasd.runtime.strategies.plain import Plain
 from viasd.runtime.strategies.sd import SpeculativeDecoding
+from viasd.runtime.strategies.slim import SlimAlone
 from viasd.runtime.strategies.via import GatedCascade
 
-__all__ = ["ChainedCascade", "Emission", "GatedCascade", "Plain", "SpeculativeDecoding", "Strategy", "Workbench"]
+__all__ = [
+    "ChainedCascade",
+    "DeferringDecoding",
+    "Emission",
+    "GatedCascade",
+    "Plain",
+    "SlimAlone",
+    "SpeculativeDecoding",
+    "Strategy",
+    "Workbench",
+    "lossy",
+    "rule_law",
+]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Drafter
+from viasd.runtime.judge import judge_block
 from viasd.runtime.strategies.base import Emission, Workbench, full_step
-from viasd.runtime.strategies.judge import judge_block
 from viasd.sampling import Ahead
 
 

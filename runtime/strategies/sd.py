@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from viasd.runtime.drafters.base import Drafter
+from viasd.runtime.judge import judge_block
 from viasd.runtime.strategies.base import Emission, Workbench, full_step
-from viasd.runtime.strategies.judge import judge_block
 
 
 class SpeculativeDecoding:

@@ -11,8 +11,8 @@ from viasd.accept import gated_law
 from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Draft, Drafter
 from viasd.runtime.gates import Decision, Gate
+from viasd.runtime.judge import judge_block
 from viasd.runtime.strategies.base import Emission, Workbench, full_step
-from viasd.runtime.strategies.judge import judge_block
 
 
 @dataclass(frozen=True)

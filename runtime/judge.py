@@ -1,4 +1,4 @@
-"""One verifier's judgement of a block, at any temperature: the step that sd and cascade share."""
+"""One verifier's judgement of a block, at any temperature: the step that strategies share."""
 
 from __future__ import annotations
 

@@ -1,0 +1,159 @@
+"""From a settled plan to the drafter and the strategy that carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypedDict
+
+from viasd.deferral import READS_DRAFTER, DeferralRule
+from viasd.errors import OptionError
+from viasd.mask import LayerMask
+from viasd.pair import Pair
+from viasd.runtime.config import DecodingConfig, Plan
+from viasd.runtime.drafters import (
+    Drafter,
+    HorizontalDrafter,
+    LookupDrafter,
+    ModelDrafter,
+    SelfDrafter,
+    VerticalDrafter,
+)
+from viasd.runtime.gates import Gate
+from viasd.runtime.names import LOSSY, RULES, UNDRAFTED
+from viasd.runtime.strategies import (
+    ChainedCascade,
+    DeferringDecoding,
+    GatedCascade,
+    Plain,
+    SlimAlone,
+    SpeculativeDecoding,
+    Strategy,
+    Workbench,
+    lossy,
+    rule_law,
+)
+from viasd.runtime.target import TieredTarget
+
+DEFAULT_AUDIT = 0.05
+DEFAULT_ALPHA = 0.1
+
+
+class Stops(TypedDict):
+    """When a drafter stops early."""
+
+    min_confidence: float
+    stop_tokens: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a strategy is put together from.
+
+    Attributes:
+        pair: The pair.
+        config: How to decode.
+        plan: What that came to.
+        mask: The mask, where there is one.
+        target: The sequence's target.
+        stop_tokens: After one of these nothing more is drafted.
+        note: Receives sentences that a person should know.
+    """
+
+    pair: Pair
+    config: DecodingConfig
+    plan: Plan
+    mask: LayerMask | None
+    target: TieredTarget
+    stop_tokens: frozenset[int]
+    note: Callable[[str], None]
+
+    def drafter(self, bench: Workbench) -> Drafter | None:
+        """The plan's drafter, None where nothing is drafted.
+
+        Raises:
+            OptionError: If the plan asks for what the pair's drafter does not have.
+        """
+        name = self.plan.strategy
+        if name in UNDRAFTED:
+            return None
+        kind = self.pair.drafter_kind
+        if kind == "lookup" and name in (*READS_DRAFTER, "vertical", "horizontal"):
+            what = (
+                "reads the drafter's own probabilities"
+                if name in READS_DRAFTER
+                else "puts prompt lookup beside a model"
+            )
+            raise OptionError(
+                f"strategy {name} {what}, but the drafter is prompt lookup alone; use a pair with a drafter model, or self"
+            )
+        if name == "self-sd":
+            assert self.mask is not None  # the plan has seen to that
+            return SelfDrafter(self.target, self.mask.route, **self._stops)
+        own = self._own_drafter()
+        if name == "vertical":
+            if self.config.draft_min_prob:
+                raise OptionError(
+                    "draft_min_prob means nothing to a vertical cascade, which drafts in blocks; leave it out"
+                )
+            assert isinstance(own, ModelDrafter | SelfDrafter)
+            return VerticalDrafter(own, bench.sampler, bench.counters, stop_tokens=self.stop_tokens)
+        if name == "horizontal":
+            lookup = LookupDrafter(bench.counters, **self._stops)
+            return HorizontalDrafter(own, lookup, share=(self.config.gamma + 1) // 2)
+        return own
+
+    def strategy(self, bench: Workbench, drafter: Drafter | None, gate: Callable[[], Gate]) -> Strategy:
+        """The plan's strategy; `gate` makes the gate of via mode."""
+        config, name = self.config, self.plan.strategy
+        if drafter is None:
+            return SlimAlone(bench) if name == "slim" else Plain(bench)
+        if name in LOSSY:
+            alpha = alpha_of(config)
+            law = rule_law(DeferralRule(name, alpha)) if name in RULES else lossy(alpha)
+            return DeferringDecoding(bench, drafter, law, gamma=config.gamma)
+        alpha = alpha_of(config) if self.plan.mode == "bounded" else 0.0
+        if name != "cascade":
+            return SpeculativeDecoding(bench, drafter, gamma=config.gamma, alpha=alpha)
+        if self.plan.mode != "via":
+            return ChainedCascade(
+                bench,
+                drafter,
+                gamma=config.gamma,
+                slim_rounds=config.slim_rounds or 1,
+                alpha=alpha,
+                stop_tokens=self.stop_tokens,
+            )
+        return GatedCascade(
+            bench,
+            drafter,
+            gate(),
+            gamma=config.gamma,
+            recheck=config.recheck is not False,
+            audit=DEFAULT_AUDIT if config.audit is None else config.audit,
+        )
+
+    @property
+    def _stops(self) -> Stops:
+        return {"min_confidence": self.config.draft_min_prob, "stop_tokens": self.stop_tokens}
+
+    def _own_drafter(self) -> LookupDrafter | ModelDrafter | SelfDrafter:
+        """The pair's drafter."""
+        pair, counters = self.pair, self.target.counters
+        if pair.drafter is not None:
+            return ModelDrafter(pair.drafter, counters, **self._stops)
+        if pair.drafter_kind == "lookup":
+            return LookupDrafter(counters, **self._stops)
+        base = self.target.route or LayerMask.even(pair.target.n_layers, 0.0).route
+        thinned = base.thinned(self.config.self_skip)
+        if self.target.route is not None and thinned.whole_layers == base.whole_layers:
+            self.note(
+                f"the self drafter skips no more layers than the slim verifier ({base.skip_ratio:.0%}), so that "
+                "one adds nothing; raise --self-skip"
+            )
+        return SelfDrafter(self.target, thinned, **self._stops)
+
+
+def alpha_of(config: DecodingConfig) -> float:
+    """The alpha asked for, or the default."""
+    return DEFAULT_ALPHA if config.alpha is None else config.alpha

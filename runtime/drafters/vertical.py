@@ -1,0 +1,110 @@
+"""A drafter whose own tokens are drafted by prompt lookup: the vertical cascade of CS Drafting (Chen et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from viasd.draws import Draws
+from viasd.rows import Row, Rows
+from viasd.runtime.drafters.base import Draft, Drafter
+from viasd.runtime.drafters.lookup import LookupDrafter
+from viasd.runtime.judge import judge_block
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import Stopwatch
+from viasd.sampling import Ahead, Sampler
+
+
+class BlockDrafter(Drafter, Protocol):
+    """A drafter that is a model, and so can run several tokens in one pass."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Positions it was made for."""
+        ...
+
+    def begin(self, tokens: Sequence[int]) -> int:
+        """Starts a block after `tokens`; returns how many of them have been run."""
+        ...
+
+    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
+        """Runs `tokens`, which follow what has been run, and returns the last n raw rows ``[n, V]``."""
+        ...
+
+    def keep(self, length: int) -> None:
+        """Forgets all but the first `length` positions."""
+        ...
+
+
+class VerticalDrafter:
+    """Drafts by speculative decoding of its own: lookup proposes, the drafter model decides by the exact rule.
+
+    What it proposes has the drafter model's law p, so whoever verifies it need not know.
+
+    Args:
+        model: The drafter.
+        sampler: The request's sampler.
+        counters: Where seconds are added up.
+        stop_tokens: After one of these there is nothing left to draft.
+    """
+
+    def __init__(
+        self, model: BlockDrafter, sampler: Sampler, counters: Counters, *, stop_tokens: frozenset[int] = frozenset()
+    ) -> None:
+        self.name = "vertical"
+        self._model = model
+        self._sampler = sampler
+        self._counters = counters
+        # Its seconds lie inside this drafter's own, so they are counted nowhere else.
+        self._lookup = LookupDrafter(Counters(), stop_tokens=stop_tokens)
+        self._stop_tokens = stop_tokens
+
+    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+        """See `Drafter`."""
+        limit = min(limit, self._model.context_length - len(tokens))
+        with Stopwatch(self._counters.seconds_by_tier, "drafter", self._model.device):
+            return self._propose(tokens, limit, draws)
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self._model.rewind(tokens)
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self._model.settle(tokens)
+        self._lookup.settle(tokens)
+
+    def _propose(self, tokens: Sequence[int], limit: int, draws: Draws) -> Draft:
+        proposed: list[int] = []
+        laws: list[Row] = []
+        raw: list[Tensor] = []
+        run = self._model.begin(tokens)
+        while len(proposed) < limit and not self._stop_tokens.intersection(proposed):
+            prefix = [*tokens, *proposed]
+            # The drafter model adds a token of its own.
+            room = limit - len(proposed) - 1
+            guess = self._lookup.propose(prefix, room, self._sampler.ahead(prefix), draws)
+            logits = self._model.rows([*prefix, *guess.tokens][run:], len(guess.tokens) + 1)
+            ahead = self._sampler.ahead(tokens)
+            if raw:
+                ahead.block(torch.stack(raw), proposed)
+            verdict, rows = judge_block(logits, guess.tokens, guess.rows, self._sampler, ahead, draws)
+            n = verdict.accepted
+            proposed += [*guess.tokens[:n], verdict.token]
+            laws += [rows[i] for i in range(n + 1)]
+            raw += list(logits[: n + 1])
+            run = len(prefix) + n
+            self._model.keep(run)
+        if not proposed:
+            return Draft()
+        top = torch.softmax(torch.stack(raw), dim=-1)
+        confidence: list[float] = top[torch.arange(len(proposed)), proposed].tolist()
+        return Draft(proposed, Rows.joined(laws), confidence, raw)

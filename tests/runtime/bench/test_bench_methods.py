@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import hf_greedy, model_of, pair_of, prompt_ids
+
+from viasd.errors import MaskError
+from viasd.mask import LayerMask
+from viasd.runtime.bench.config import BenchConfig
+from viasd.runtime.bench.dataset import Dataset, Item
+from viasd.runtime.bench.grid import Grid, make_grid, random_mask
+from viasd.runtime.bench.methods import Answer, MethodSpec
+from viasd.runtime.bench.peers import Peer
+from viasd.runtime.bench.records import ResultFile
+from viasd.runtime.bench.run import Bench
+
+CONFIG = BenchConfig(max_new_tokens=20, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kind", ["generate", "assisted", "lookup"])
+def test_a_peer_gives_what_transformers_gives_and_leaves_no_trace(kind: str) -> None:
+    pair, ids = pair_of("llama", "model"), prompt_ids()
+    assert pair.drafter is not None
+    model, settings = pair.target.model, pair.drafter.model.generation_config
+    before = settings.to_dict()
+    # What a checkpoint's generation config asks for is not what our methods are asked for.
+    model.generation_config.repetition_penalty = 1.7
+    try:
+        answer = Peer(pair, kind, kind, CONFIG, 3).answer(ids)
+    finally:
+        model.generation_config.repetition_penalty = None
+    assert answer.tokens == hf_greedy(model_of("llama"), ids, 20)
+    assert answer.counters is None
+    assert (answer.target_calls == 20) == (kind == "generate")
+    assert not model._forward_pre_hooks
+    assert settings.to_dict() == before
+
+
+def test_a_sampling_peer_draws_from_the_whole_law_by_its_seed() -> None:
+    pair, ids = pair_of("llama", "model"), prompt_ids()
+    config = BenchConfig(max_new_tokens=20, ignore_eos=True, temperature=1.0, seed=3)
+    one, two = (Peer(pair, "generate", "generate", config, 3).answer(ids).tokens for _ in range(2))
+    assert one == two != hf_greedy(model_of("llama"), ids, 20)
+
+
+def test_an_eos_ends_a_peer_where_it_ends_ours() -> None:
+    pair, ids = pair_of("llama"), prompt_ids()
+    grid = make_grid(pair, BenchConfig(strategies=("plain",), peers=("generate", "lookup"), max_new_tokens=300))
+    tokens = [m.answer(ids).tokens for m in grid.methods.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+class Fake:
+    """A method that notes when it was called."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.spec = MethodSpec(name, "own", lossless=True)
+        self._calls = calls
+
+    def answer(self, ids: Sequence[int]) -> Answer:
+        self._calls.append(self.spec.name)
+        return Answer([1], "x", 1.0, "length", 1)
+
+    def settle(self) -> None:
+        self._calls.append("|")
+
+
+def test_methods_take_turns_and_the_first_one_rotates() -> None:
+    calls: list[str] = []
+    methods: dict[str, Any] = {name: Fake(name, calls) for name in ("plain", "a", "b")}
+    dataset = Dataset("d", "0", (Item("t", "1", "x"), Item("t", "2", "y")))
+    config = BenchConfig(repeats=2, warmup=1)
+    Bench(pair_of("llama"), config, Grid(methods), dataset, chat=False).run(ResultFile(None, {}, list(methods)))
+    warm, first, second = "plain a b", "plain a b a b plain | | |", "a b plain b plain a | | |"
+    assert " ".join(calls) == f"{warm} {first} {second}"
+
+
+def test_a_guard_learns_from_prompt_to_prompt_but_not_from_repeats() -> None:
+    pair = pair_of("llama", "model")
+    config = BenchConfig(strategies=("cascade",), peers=(), modes=("via",), masks=("even:0.25",), ignore_eos=True)
+    method = make_grid(pair, config).own[1]
+    one, two = method.answer(prompt_ids()), method.answer(prompt_ids())
+    assert method._guard is None
+    assert one.tokens == two.tokens
+    method.settle()
+    assert method._guard is not None
+    seen = method._guard.estimator.observations
+    assert seen > 0
+    method.answer(prompt_ids())
+    assert method._guard.estimator.observations == seen
+    method.settle()
+    assert method._guard.estimator.observations > seen
+
+
+def test_a_random_mask_skips_as_much_and_comes_from_its_seed() -> None:
+    even = LayerMask.even(30, 0.45)
+    one, two, three = (random_mask(even, seed) for seed in (0, 0, 1))
+    assert one == two != three
+    assert sum(one.keep) == sum(three.keep) == sum(even.keep)
+    assert one.keep[0]
+    assert one.keep[-1]
+
+
+def test_a_mask_of_another_target_is_refused(tmp_path: Path) -> None:
+    LayerMask.even(30, 0.5).save(tmp_path / "m.json")
+    config = BenchConfig(strategies=("cascade",), masks=(str(tmp_path / "m.json"),))
+    with pytest.raises(MaskError, match=r"has 30 layers, but .* has 8"):
+        make_grid(pair_of("llama"), config)
