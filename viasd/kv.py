@@ -84,6 +84,18 @@ class SequenceKV:
         self.full_len = min(self.full_len, length)
         self.boundary = None if self.boundary is None or not self.pending else self.boundary[:, : self.pending]
 
+    def stretch(self, length: int) -> None:
+        """Counts all positions below `length` as run, with keys and values of zero: to measure what a pass there costs.
+
+        At least one position must have been run, so that the buffers are there.
+        """
+        for buffers in (self._keys, self._values):
+            for layer, buffer in enumerate(buffers):
+                if buffer is not None:
+                    self._grown(buffers, layer, length, self.slim_len, buffer[0])
+        self.full_len = self.slim_len = length
+        self.boundary = None
+
     def forget_pending(self) -> None:
         """Drops what only the slim path has run (a change of route makes it worthless)."""
         self.roll_back(self.full_len)

@@ -1,0 +1,187 @@
+"""Measured seconds of every pass a round is made of, kept on disk: the same machine need not be asked twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import viasd
+from viasd.errors import ViasdError
+from viasd.files import cache_folder, make_folder, write_atomically
+from viasd.layered import LayeredModel
+from viasd.mask import ModelIdentity
+from viasd.pair import Pair
+from viasd.routes import Route
+from viasd.runtime.metrics import Counters
+from viasd.runtime.target import TieredTarget
+
+_SIZES = (1, 2, 4, 8, 16, 32)  # tokens of a pass; what lies between is interpolated
+_BUCKETS = (128, 512, 2048, 8192, 32768)  # lengths of the text before it
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Median seconds of passes at one length of text.
+
+    Attributes:
+        context: Tokens before the pass.
+        full: Tokens of a pass -> seconds of the full verifier.
+        slim: The same of the slim verifier; empty without one.
+        drafter: One step of the drafter; 0 for lookup.
+    """
+
+    context: int
+    full: dict[int, float]
+    slim: dict[int, float]
+    drafter: float
+
+    def full_seconds(self, tokens: int) -> float:
+        """Seconds of a full pass over so many tokens, read out at all of them."""
+        return interpolated(self.full, tokens)
+
+    def slim_seconds(self, tokens: int) -> float:
+        """The same of a slim pass."""
+        return interpolated(self.slim, tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """For files and ``--json``."""
+        return asdict(self)
+
+
+def interpolated(known: dict[int, float], tokens: int) -> float:
+    """Seconds between measured sizes, on straight lines; beyond the last one, on the last line."""
+    sizes = sorted(known)
+    if tokens in known or len(sizes) == 1:
+        return known.get(tokens, known[sizes[0]])
+    upper = next((i for i, size in enumerate(sizes) if size > tokens), len(sizes) - 1)
+    low, high = sizes[max(0, upper - 1)], sizes[max(1, upper)]
+    return known[low] + (known[high] - known[low]) * (tokens - low) / (high - low)
+
+
+def cost_table(
+    pair: Pair, route: Route | None, context: int, gamma: int, drafter: Route | None = None, *, refresh: bool = False
+) -> CostTable:
+    """The table of a pair at a length of text: remembered, read from the cache folder, or measured and kept there.
+
+    Args:
+        pair: The pair.
+        route: Layers of the slim verifier, or None.
+        context: Tokens before a pass; the next larger bucket is what is measured.
+        gamma: Longest block; passes of up to ``gamma + 1`` tokens are measured.
+        drafter: Layers of the self drafter, for that kind.
+        refresh: Measure even if it is known.
+    """
+    limit = pair.target.context_length - gamma - 2
+    bucket = max(1, min(next((b for b in _BUCKETS if b >= context), _BUCKETS[-1]), limit))
+    sizes = (*(s for s in _SIZES if s < gamma + 1), gamma + 1)
+    key = _key(pair, route, drafter, bucket, sizes)
+    if refresh or key not in pair.measured:
+        found = None if refresh else _read(key)
+        if found is None:
+            with torch.inference_mode():
+                found = _measure(pair, route, drafter, bucket, sizes)
+            _write(key, found)
+        pair.measured[key] = found
+    table: CostTable = pair.measured[key]
+    return table
+
+
+def _key(pair: Pair, route: Route | None, drafter: Route | None, bucket: int, sizes: Sequence[int]) -> str:
+    """Everything that a pass's time depends on, hashed."""
+
+    def of(model: LayeredModel | None) -> Any:
+        # `name` says how the layers run (fused, quantised ...), which identity does not.
+        return None if model is None else [asdict(ModelIdentity.of(model, "")), model.name, str(model.device)]
+
+    said = {
+        "viasd": viasd.__version__,
+        "torch": str(torch.__version__),
+        "machine": [
+            platform.machine(),
+            platform.processor(),
+            os.cpu_count(),
+            torch.get_num_threads(),
+            _accelerator(pair),
+        ],
+        "dtype": pair.dtype,
+        "target": of(pair.target),
+        "drafter": of(pair.drafter) or pair.drafter_kind,
+        "routes": [None if r is None else [r.keep, r.partial] for r in (route, drafter)],
+        "bucket": bucket,
+        "sizes": list(sizes),
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _accelerator(pair: Pair) -> str:
+    return (
+        torch.cuda.get_device_name(pair.target.device) if pair.target.device.type == "cuda" else pair.target.device.type
+    )
+
+
+def _read(key: str) -> CostTable | None:
+    """A kept table; None where there is none or it can't be read (it is then measured anew)."""
+    try:
+        data = json.loads((cache_folder() / "costs" / f"{key}.json").read_text(encoding="utf-8"))
+        full, slim = ({int(size): float(s) for size, s in data[tier].items()} for tier in ("full", "slim"))
+        return CostTable(int(data["context"]), full, slim, float(data["drafter"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(key: str, table: CostTable) -> None:
+    """Keeps a table. A cache that can't be written is no reason not to decode: it is measured again the next time."""
+    try:
+        folder = make_folder(cache_folder() / "costs")
+        write_atomically(folder / f"{key}.json", json.dumps(table.as_json(), indent=1) + "\n")
+    except ViasdError:
+        return
+
+
+def _measure(pair: Pair, route: Route | None, drafter: Route | None, bucket: int, sizes: Sequence[int]) -> CostTable:
+    """Every pass in turn, several times over, so that a busy moment of the machine falls on all of them alike."""
+    token = next(iter(pair.eos_ids), 0)
+    runs: dict[tuple[str, int], Callable[[], object]] = {}
+    text = [token] * (bucket + max(sizes))
+
+    def add(name: str, model: LayeredModel, layers: Route | None, lengths: Sequence[int]) -> None:
+        target = TieredTarget(model, layers, Counters())
+        target.prefill(text[:1])
+        target.kv.stretch(bucket)
+
+        def run(length: int) -> Callable[[], object]:
+            def once() -> object:
+                target.kv.roll_back(bucket)
+                return (target.full if layers is None else target.slim)(text[: bucket + length], length)
+
+            return once
+
+        runs.update({(name, length): run(length) for length in lengths})
+
+    add("full", pair.target, None, sizes)
+    if route is not None:
+        add("slim", pair.target, route, sizes)
+    if pair.drafter is not None:
+        add("drafter", pair.drafter, None, (1,))
+    elif drafter is not None:
+        add("drafter", pair.target, drafter, (1,))
+    taken: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    for repeat in range(_REPEATS + 1):
+        for key, once in runs.items():
+            before = time.perf_counter()
+            once()
+            if repeat:  # the first is a warm-up
+                taken[key].append(time.perf_counter() - before)
+    median = {key: statistics.median(seconds) for key, seconds in taken.items()}
+    full, slim = ({size: s for (name, size), s in median.items() if name == tier} for tier in ("full", "slim"))
+    return CostTable(bucket, full, slim, median.get(("drafter", 1), 0.0))

@@ -1,0 +1,101 @@
+"""How many drafted tokens are worth a pass of the verifier, learnt while decoding.
+
+A pass over ``m + 1`` tokens costs more than one over a single token, and how much more differs from machine to machine; how
+many drafted tokens survive differs from text to text. With ``a_i`` the chance that the i-th token of a block is kept when
+those before it were, a block of m tokens yields ``E(m) = 1 + a_1 + a_1 a_2 + ... `` tokens in ``m c_p + c_q(m + 1)``
+seconds; the length with the best ratio is taken, which is 0 (plain decoding) where drafting does not pay.
+
+The choice looks at committed text and at what became of earlier drafts, never at a drafted token's own value, so the
+output's law is untouched (a block's length may depend on everything but the tokens in it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_PRIOR_KEPT = 1.0  # what is believed of a place nobody has seen: one of two kept
+_PRIOR_SEEN = 2.0
+_FORGET = 0.98  # per observation: a text changes, and what was true of its beginning fades over some 50 tokens
+_MARGIN = 1.03  # plain decoding unless a block promises this much more: times are measured, and chances estimated
+
+
+class DraftLength:
+    """Chooses the length of every block of one answer.
+
+    Args:
+        gamma: Longest block.
+        drafter_seconds: Of one drafted token.
+        full_seconds: Of a verifier's pass over 1, 2, ... ``gamma + 1`` tokens.
+
+    """
+
+    def __init__(self, gamma: int, drafter_seconds: float, full_seconds: Sequence[float]) -> None:
+        self._seconds = [m * drafter_seconds + full_seconds[m] for m in range(gamma + 1)]
+        self._kept: dict[tuple[int, int], float] = {}
+        self._seen: dict[tuple[int, int], float] = {}
+        self._since = 0  # rounds without a draft
+
+    def choose(self, room: int, label: int = 0) -> int:
+        """Length of the next block.
+
+        Args:
+            room: Longest block that still fits.
+            label: Kind of the draft (for lookup, how long an n-gram it matched); each kind has chances of its own.
+        """
+        best, rate = 0, _MARGIN / self._seconds[0]
+        chance, expected = 1.0, 1.0
+        for m in range(1, min(room, len(self._seconds) - 1) + 1):
+            chance *= self.chance(label, m - 1)
+            expected += chance
+            if expected / self._seconds[m] > rate:
+                best, rate = m, expected / self._seconds[m]
+        return best
+
+    def chance(self, label: int, place: int) -> float:
+        """Estimated chance that the token at a place of a block is kept when all before it were."""
+        key = label, place
+        return (self._kept.get(key, 0.0) + _PRIOR_KEPT) / (self._seen.get(key, 0.0) + _PRIOR_SEEN)
+
+    def observe(self, label: int, kept: int, judged: int) -> None:
+        """Learns from one draft.
+
+        Args:
+            label: Its kind.
+            kept: Tokens kept from its beginning.
+            judged: Tokens whose fate is known: those kept, and the one that was not.
+        """
+        for place in range(judged):
+            key = label, place
+            self._kept[key] = _FORGET * self._kept.get(key, 0.0) + (place < kept)
+            self._seen[key] = _FORGET * self._seen.get(key, 0.0) + 1.0
+
+
+class Shadow:
+    """A draft that was not sent to the verifier, compared with what the answer then says.
+
+    For drafters that cost nothing: where drafting does not pay, this is how a change of the text is noticed. The chance
+    that a drafted token (of a law that puts everything on it) equals the next token is the chance that it would be kept.
+    """
+
+    def __init__(self) -> None:
+        self._label = 0
+        self._left: list[int] = []
+        self._met = 0
+
+    def watch(self, label: int, tokens: Sequence[int]) -> None:
+        """Takes over a draft unless an earlier one is still coming true."""
+        if not self._left:
+            self._label, self._left, self._met = label, list(tokens), 0
+
+    def meet(self, tokens: Sequence[int], lengths: DraftLength) -> None:
+        """Compares committed tokens with the draft and tells `lengths` when its end is known."""
+        for token in tokens:
+            if not self._left:
+                return
+            if self._left.pop(0) != token:
+                self._left = []
+                lengths.observe(self._label, self._met, self._met + 1)
+            else:
+                self._met += 1
+                if not self._left:
+                    lengths.observe(self._label, self._met, self._met)
