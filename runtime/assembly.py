@@ -11,6 +11,7 @@ from viasd.errors import OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.config import DecodingConfig, Plan
+from viasd.runtime.costs import cost_table
 from viasd.runtime.drafters import (
     Drafter,
     HorizontalDrafter,
@@ -20,6 +21,7 @@ from viasd.runtime.drafters import (
     VerticalDrafter,
 )
 from viasd.runtime.gates import Gate
+from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace, Pace
 from viasd.runtime.names import LOSSY, RULES, UNDRAFTED
 from viasd.runtime.strategies import (
     ChainedCascade,
@@ -57,6 +59,7 @@ class Assembly:
         mask: The mask, where there is one.
         target: The sequence's target.
         stop_tokens: After one of these nothing more is drafted.
+        context: Tokens of the prompt.
         note: Receives sentences that a person should know.
     """
 
@@ -66,6 +69,7 @@ class Assembly:
     mask: LayerMask | None
     target: TieredTarget
     stop_tokens: frozenset[int]
+    context: int
     note: Callable[[str], None]
 
     def drafter(self, bench: Workbench) -> Drafter | None:
@@ -114,7 +118,8 @@ class Assembly:
             return DeferringDecoding(bench, drafter, law, gamma=config.gamma)
         alpha = alpha_of(config) if self.plan.mode == "bounded" else 0.0
         if name != "cascade":
-            return SpeculativeDecoding(bench, drafter, gamma=config.gamma, alpha=alpha)
+            pace = self._pace(bench, drafter) if name == "sd" else None
+            return SpeculativeDecoding(bench, drafter, gamma=config.gamma, alpha=alpha, pace=pace)
         if self.plan.mode != "via":
             return ChainedCascade(
                 bench,
@@ -132,6 +137,17 @@ class Assembly:
             recheck=config.recheck is not False,
             audit=DEFAULT_AUDIT if config.audit is None else config.audit,
         )
+
+    def _pace(self, bench: Workbench, drafter: Drafter) -> Pace | None:
+        """How long the blocks of two tiers are: as many tokens as pay by this machine's times, or always gamma."""
+        config = self.config
+        if config.draft_length == "fixed":
+            return None
+        own = drafter.route if isinstance(drafter, SelfDrafter) else None
+        costs = cost_table(self.pair, None, self.context, config.gamma, own)
+        seconds = [costs.full_seconds(m + 1) for m in range(config.gamma + 1)]
+        lengths = DraftLength(config.gamma, costs.drafter, seconds)
+        return LookupPace(lengths, drafter, bench.sampler) if isinstance(drafter, LookupDrafter) else ModelPace(lengths)
 
     @property
     def _stops(self) -> Stops:

@@ -12,6 +12,7 @@ from viasd.sampling import Processor, SamplingConfig
 
 GATES = ("guarded", "ratio")
 TIERS = ("auto", "2", "3")
+DRAFT_LENGTHS = ("auto", "fixed")
 
 GAMMA = 5  # block length of the paper
 SELF_SKIP = 0.6
@@ -32,6 +33,8 @@ class DecodingConfig:
         gate: ``guarded`` or ``ratio`` (`via` only).
         thresholds: Dual thresholds (`via` only).
         gamma: Longest drafted block.
+        draft_length: Of two tiers: ``auto`` drafts as many tokens (at most gamma) as pay by measured times and by what was
+            kept so far; ``fixed`` always drafts gamma. None is auto.
         alpha: Bound of `bounded` mode and of strategy ``lossy``, in ``(0, 1)``; parameter of a deferral rule, in ``[0, 1)``.
         max_disagreement: Budget of the guard (`via`, guarded).
         audit: Share of blocks that skipped the full verifier and are checked by it (`via` only).
@@ -50,6 +53,7 @@ class DecodingConfig:
     gate: str | None = None
     thresholds: Thresholds | None = None
     gamma: int = GAMMA
+    draft_length: str | None = None
     alpha: float | None = None
     max_disagreement: float | None = None
     audit: float | None = None
@@ -61,6 +65,8 @@ class DecodingConfig:
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("tiers", self.tiers, TIERS)
+        if self.draft_length is not None:
+            _one_of("draft_length", self.draft_length, DRAFT_LENGTHS)
         if self.mode is not None:
             _one_of("mode", self.mode, MODES)
         if self.gate is not None:
@@ -102,6 +108,8 @@ class DecodingConfig:
             raise OptionError(f"{idle} only means something in via mode; add --strategy cascade --mode via")
         if self.gate == "ratio" and self.max_disagreement is not None:
             raise OptionError("max_disagreement is the guard's budget, but --gate ratio switches the guard off")
+        if self.draft_length is not None and self.strategy not in ("auto", "cascade", "sd"):
+            raise OptionError(f"draft_length is about two tiers (sd), but strategy is {self.strategy}; leave it out")
         if self.slim_rounds is not None and (not three_tiers or self.tiers == "2" or via):
             raise OptionError("slim_rounds only means something for a cascade in lossless or bounded mode")
 

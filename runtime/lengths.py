@@ -12,10 +12,16 @@ output's law is untouched (a block's length may depend on everything but the tok
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
+
+from viasd.draws import SeededDraws
+from viasd.runtime.drafters import LookupDrafter
+from viasd.sampling import Sampler
 
 _PRIOR_KEPT = 1.0  # what is believed of a place nobody has seen: one of two kept
 _PRIOR_SEEN = 2.0
 _FORGET = 0.98  # per observation: a text changes, and what was true of its beginning fades over some 50 tokens
+_TRY_AGAIN = 24  # rounds after which a drafter that did not pay is asked for one token
 _MARGIN = 1.03  # plain decoding unless a block promises this much more: times are measured, and chances estimated
 
 
@@ -26,14 +32,12 @@ class DraftLength:
         gamma: Longest block.
         drafter_seconds: Of one drafted token.
         full_seconds: Of a verifier's pass over 1, 2, ... ``gamma + 1`` tokens.
-
     """
 
     def __init__(self, gamma: int, drafter_seconds: float, full_seconds: Sequence[float]) -> None:
         self._seconds = [m * drafter_seconds + full_seconds[m] for m in range(gamma + 1)]
         self._kept: dict[tuple[int, int], float] = {}
         self._seen: dict[tuple[int, int], float] = {}
-        self._since = 0  # rounds without a draft
 
     def choose(self, room: int, label: int = 0) -> int:
         """Length of the next block.
@@ -87,6 +91,10 @@ class Shadow:
         if not self._left:
             self._label, self._left, self._met = label, list(tokens), 0
 
+    def drop(self) -> None:
+        """Forgets the draft: tokens were committed that it was not compared with."""
+        self._left = []
+
     def meet(self, tokens: Sequence[int], lengths: DraftLength) -> None:
         """Compares committed tokens with the draft and tells `lengths` when its end is known."""
         for token in tokens:
@@ -99,3 +107,85 @@ class Shadow:
                 self._met += 1
                 if not self._left:
                     lengths.observe(self._label, self._met, self._met)
+
+
+class Pace(Protocol):
+    """How long the blocks of one answer are."""
+
+    def limit(self, tokens: Sequence[int], room: int) -> int:
+        """Longest block worth drafting after `tokens`, at most `room`."""
+        ...
+
+    def judged(self, kept: int, judged: int) -> None:
+        """A block met the verifier: so many tokens kept, of so many whose fate is known."""
+        ...
+
+    def passed(self, tokens: Sequence[int]) -> None:
+        """These tokens were decided without a draft."""
+        ...
+
+
+class ModelPace:
+    """For a drafter that costs time: where it does not pay it is asked again only now and then.
+
+    Args:
+        lengths: Chooses.
+    """
+
+    def __init__(self, lengths: DraftLength) -> None:
+        self._lengths = lengths
+        self._idle = 0
+
+    def limit(self, tokens: Sequence[int], room: int) -> int:
+        """See `Pace`."""
+        chosen = self._lengths.choose(room)
+        return min(1, room) if not chosen and self._idle >= _TRY_AGAIN else chosen
+
+    def judged(self, kept: int, judged: int) -> None:
+        """See `Pace`."""
+        self._idle = 0
+        self._lengths.observe(0, kept, judged)
+
+    def passed(self, tokens: Sequence[int]) -> None:
+        """See `Pace`."""
+        self._idle += 1
+
+
+class LookupPace:
+    """For prompt lookup, which costs nothing: what is not worth a pass is followed in the answer instead.
+
+    Drafts are told apart by the n-gram they matched: long matches are right far more often.
+
+    Args:
+        lengths: Chooses.
+        drafter: The drafter.
+        sampler: The request's sampler.
+    """
+
+    def __init__(self, lengths: DraftLength, drafter: LookupDrafter, sampler: Sampler) -> None:
+        self._lengths = lengths
+        self._drafter = drafter
+        self._sampler = sampler
+        self._shadow = Shadow()
+        self._label = 0
+
+    def limit(self, tokens: Sequence[int], room: int) -> int:
+        """See `Pace`."""
+        self._label = self._drafter.match(tokens)
+        if not self._label:
+            return 0
+        chosen = self._lengths.choose(room, self._label)
+        if not chosen and room > 0:
+            # A lookup draws nothing, so the request's random streams stay where they are.
+            draft = self._drafter.propose(tokens, room, self._sampler.ahead(tokens), SeededDraws(0))
+            self._shadow.watch(self._label, draft.tokens)
+        return chosen
+
+    def judged(self, kept: int, judged: int) -> None:
+        """See `Pace`."""
+        self._lengths.observe(self._label, kept, judged)
+        self._shadow.drop()
+
+    def passed(self, tokens: Sequence[int]) -> None:
+        """See `Pace`."""
+        self._shadow.meet(tokens, self._lengths)

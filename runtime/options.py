@@ -48,7 +48,18 @@ PAPER_MEANS = (
 # Fields of the decoding, sampling and generation configs that are options of the same name.
 _DIRECT = (
     *("strategy", "mode", "tiers", "gate", "gamma", "alpha", "max_disagreement", "audit", "recheck", "slim_rounds"),
-    *("draft_min_prob", "self_skip", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop"),
+    *(
+        "draft_length",
+        "draft_min_prob",
+        "self_skip",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "stop",
+    ),
     *("max_new_tokens", "ignore_eos"),
 )
 _LISTING = {"list_pairs", "json", "base", "no_color", "quiet"}
@@ -104,6 +115,11 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument("--alpha1", type=float, metavar="X", help="with --alpha2: theta_acc = 1 - the smaller")
     decoding.add_argument("--alpha2", type=float, metavar="X", help="and theta_esc = 1 - the larger")
     decoding.add_argument("--gamma", type=int, metavar="N", help="longest drafted block (default 5)")
+    decoding.add_argument(
+        "--draft-length",
+        choices=("auto", "fixed"),
+        help="auto (default): of at most gamma tokens as many as pay on this machine (strategy sd); fixed: always gamma",
+    )
     decoding.add_argument(
         "--alpha", type=float, metavar="X", help="of bounded mode (total variation) and lossy strategies (0.1)"
     )
@@ -245,7 +261,7 @@ def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:
     if args.lossless and args.mode not in (None, "lossless"):
         raise OptionError(f"--lossless contradicts --mode {args.mode}; leave one out")
     if args.strategy in UNDRAFTED:
-        for name in ("gamma", "draft_min_prob", "self_skip", "slim_rounds"):
+        for name in ("gamma", "draft_length", "draft_min_prob", "self_skip", "slim_rounds"):
             if name in given:
                 raise OptionError(f"{option(name)} is about drafting, but --strategy {args.strategy} drafts nothing")
     if not args.temperature:

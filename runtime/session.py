@@ -181,7 +181,9 @@ class Session:
         self.guard = guard
         bench = Workbench(self._target, self._sampler, self._draws, self.counters)
         stops = frozenset() if config.ignore_eos else pair.eos_ids
-        assembly = Assembly(pair, config.decoding, self.plan, mask, self._target, stops, self.notes.append)
+        assembly = Assembly(
+            pair, config.decoding, self.plan, mask, self._target, stops, len(self.prompt), self.notes.append
+        )
         self._drafter = assembly.drafter(bench)
         self._strategy = assembly.strategy(bench, self._drafter, self._make_gate)
         self._text = TextStream(pair.tokenizer, () if chat else self.prompt, tuple(config.stop))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import viasd
+from viasd import masks
 from viasd.errors import MaskError, OptionError
 from viasd.runtime.bench.config import GAMMA, MAX_NEW_TOKENS, MODES, PEERS, REPEATS, BenchConfig
 from viasd.runtime.command import check_writable, is_file
@@ -118,8 +119,10 @@ def config_from_args(args: argparse.Namespace) -> BenchConfig:
         if (value := getattr(args, name)) is not None:
             given[name] = () if name == "peers" and value == "none" else _list(name, value, str)
     for spec in given.get("masks", ()):
-        if spec not in ("auto", "none") and not spec.startswith("even:") and not is_file(spec):
-            raise MaskError(f"no mask file at {spec!r}; --masks takes auto, none, even:RATIO or files")
+        if spec not in ("auto", "none", *masks.names()) and not spec.startswith("even:") and not is_file(spec):
+            raise MaskError(
+                f"no mask file at {spec!r}; --masks takes auto, none, even:RATIO, files or shipped masks' names"
+            )
     if args.gammas is not None:
         given["gammas"] = _list("gammas", args.gammas, int)
     return BenchConfig(**given)

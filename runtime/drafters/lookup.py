@@ -71,6 +71,11 @@ class LookupDrafter:
         self._counters.seconds_by_tier["drafter"] += perf_counter() - before
         return Draft(proposed, Rows.one_hot(proposed), confidence)
 
+    def match(self, tokens: Sequence[int]) -> int:
+        """Length of the n-gram that a proposal after `tokens` would go by; 0 where there is none."""
+        found = self._find(tokens)
+        return 0 if found is None else found[1]
+
     def next_token(self, tokens: Sequence[int]) -> int | None:
         """The single token that would be proposed after committed `tokens`, or None."""
         self.settle(tokens)

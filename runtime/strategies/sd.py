@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from viasd.runtime.drafters.base import Drafter
 from viasd.runtime.judge import judge_block
+from viasd.runtime.lengths import Pace
 from viasd.runtime.strategies.base import Emission, Workbench, full_step
 
 
@@ -17,13 +18,17 @@ class SpeculativeDecoding:
         drafter: Source of proposals.
         gamma: Longest block.
         alpha: Lossy acceptance (`bounded` mode).
+        pace: How long each block is; None drafts `gamma` tokens every time.
     """
 
-    def __init__(self, bench: Workbench, drafter: Drafter, *, gamma: int, alpha: float = 0.0) -> None:
+    def __init__(
+        self, bench: Workbench, drafter: Drafter, *, gamma: int, alpha: float = 0.0, pace: Pace | None = None
+    ) -> None:
         self._bench = bench
         self._drafter = drafter
         self._gamma = gamma
         self._alpha = alpha
+        self._pace = pace
 
     def round(self, tokens: Sequence[int], room: int) -> Emission:
         """See `Strategy`."""
@@ -31,17 +36,25 @@ class SpeculativeDecoding:
         counters.rounds += 1
         # The verifier always adds a token of its own, so a block as long as the room left would waste one.
         limit = min(self._gamma, room - 1)
+        if self._pace is not None:
+            limit = self._pace.limit(tokens, limit)
         draft = self._drafter.propose(tokens, limit, bench.sampler.ahead(tokens), bench.draws)
         if not draft.tokens:
-            return full_step(bench, tokens)
+            emission = full_step(bench, tokens)
+            if self._pace is not None:
+                self._pace.passed(emission.tokens)
+            return emission
         counters.drafted += len(draft.tokens)
         logits = bench.target.full([*tokens, *draft.tokens], len(draft.tokens) + 1)
         verdict, _ = judge_block(
             logits, draft.tokens, draft.rows, bench.sampler, bench.sampler.ahead(tokens), bench.draws, self._alpha
         )
         n = verdict.accepted
-        counters.gated += min(n + 1, len(draft.tokens))
+        judged = min(n + 1, len(draft.tokens))
+        counters.gated += judged
         counters.kept += n
+        if self._pace is not None:
+            self._pace.judged(n, judged)
         return Emission(
             [*draft.tokens[:n], verdict.token],
             ["drafter"] * n + ["full"],

@@ -11,9 +11,10 @@ from laws import PROMPT, Law, Table, decoded_law, largest_error, random_table, t
 
 from viasd.accept import gated_law
 from viasd.rows import Row, Rows
-from viasd.runtime.drafters import Draft
+from viasd.runtime.drafters import Draft, LookupDrafter
 from viasd.runtime.gates import Decision, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
+from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace
 from viasd.runtime.strategies import (
     ChainedCascade,
     GatedCascade,
@@ -50,6 +51,20 @@ def sd(kind: str = "dense", gamma: int = 2, alpha: float = 0.0) -> Make:
     def make(bench: Workbench) -> tuple[Strategy, Any]:
         source = drafter(kind)
         return SpeculativeDecoding(bench, source, gamma=gamma, alpha=alpha), source
+
+    return make
+
+
+def paced(kind: str, seconds: list[float]) -> Make:
+    """Blocks whose length follows from what became of earlier ones; `seconds` make every length the best one somewhere."""
+
+    def make(bench: Workbench) -> tuple[Strategy, Any]:
+        lengths = DraftLength(2, 0.05, seconds)
+        if kind == "lookup":
+            lookup = LookupDrafter(bench.counters)
+            return SpeculativeDecoding(bench, lookup, gamma=2, pace=LookupPace(lengths, lookup, bench.sampler)), lookup
+        source = drafter(kind)
+        return SpeculativeDecoding(bench, source, gamma=2, pace=ModelPace(lengths)), source
 
     return make
 
@@ -110,6 +125,11 @@ LOSSLESS: dict[str, Make] = {
     **{f"sd-{kind}-{g}": sd(kind, g) for kind in ("dense", "point", "unsure") for g in (1, 2)},
     "sd-dense-3": sd("dense", 3),
     "sd-point-3": sd("point", 3),
+    **{
+        f"sd-paced-{kind}-{name}": paced(kind, seconds)
+        for kind in ("dense", "point", "lookup")
+        for name, seconds in (("cheap", [1.0, 1.1, 1.2]), ("close", [1.0, 1.38, 1.6]), ("dear", [1.0, 2.1, 3.0]))
+    },
     **{f"chain-{kind}-1": chain(kind, 1) for kind in ("dense", "point", "unsure")},
     "chain-dense-2": chain("dense", 2),
     "chain-point-1x2": chain("point", 1, slim_rounds=2),
