@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from viasd.runtime.target import TieredTarget
 _SIZES = (1, 2, 4, 8, 16, 32)  # tokens of a pass; what lies between is interpolated
 _BUCKETS = (128, 512, 2048, 8192, 32768)  # lengths of the text before it
 _REPEATS = 5
+_TIERS = ("full", "slim", "escalation")
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,15 @@ class CostTable:
         context: Tokens before the pass.
         full: Tokens of a pass -> seconds of the full verifier.
         slim: The same of the slim verifier; empty without one.
+        escalation: The same of a full pass behind a slim one over the same tokens: it starts at the end of the shared
+            prefix.
         drafter: One step of the drafter; 0 for lookup.
     """
 
     context: int
     full: dict[int, float]
     slim: dict[int, float]
+    escalation: dict[int, float]
     drafter: float
 
     def full_seconds(self, tokens: int) -> float:
@@ -133,8 +138,8 @@ def _read(key: str) -> CostTable | None:
     """A kept table; None where there is none or it can't be read (it is then measured anew)."""
     try:
         data = json.loads((cache_folder() / "costs" / f"{key}.json").read_text(encoding="utf-8"))
-        full, slim = ({int(size): float(s) for size, s in data[tier].items()} for tier in ("full", "slim"))
-        return CostTable(int(data["context"]), full, slim, float(data["drafter"]))
+        tiers = {tier: {int(size): float(s) for size, s in data[tier].items()} for tier in _TIERS}
+        return CostTable(int(data["context"]), **tiers, drafter=float(data["drafter"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -151,37 +156,41 @@ def _write(key: str, table: CostTable) -> None:
 def _measure(pair: Pair, route: Route | None, drafter: Route | None, bucket: int, sizes: Sequence[int]) -> CostTable:
     """Every pass in turn, several times over, so that a busy moment of the machine falls on all of them alike."""
     token = next(iter(pair.eos_ids), 0)
-    runs: dict[tuple[str, int], Callable[[], object]] = {}
     text = [token] * (bucket + max(sizes))
+    # (tier, tokens) -> what comes before the timed pass, and the pass
+    runs: dict[tuple[str, int], tuple[Sequence[Callable[[], Any]], Callable[[], Any]]] = {}
 
-    def add(name: str, model: LayeredModel, layers: Route | None, lengths: Sequence[int]) -> None:
+    def ready(model: LayeredModel, layers: Route | None) -> TieredTarget:
         target = TieredTarget(model, layers, Counters())
         target.prefill(text[:1])
         target.kv.stretch(bucket)
+        return target
 
-        def run(length: int) -> Callable[[], object]:
-            def once() -> object:
-                target.kv.roll_back(bucket)
-                return (target.full if layers is None else target.slim)(text[: bucket + length], length)
+    def add(name: str, target: TieredTarget, lengths: Sequence[int]) -> None:
+        for length in lengths:
+            back = partial(target.kv.roll_back, bucket)
+            full, slim = (partial(f, text[: bucket + length], length) for f in (target.full, target.slim))
+            first, timed = {"slim": ((back,), slim), "escalation": ((back, slim), full)}.get(name, ((back,), full))
+            runs[name, length] = (first, timed)
 
-            return once
-
-        runs.update({(name, length): run(length) for length in lengths})
-
-    add("full", pair.target, None, sizes)
+    add("full", ready(pair.target, None), sizes)
     if route is not None:
-        add("slim", pair.target, route, sizes)
+        add("slim", ready(pair.target, route), sizes)
+        add("escalation", ready(pair.target, route), sizes)
     if pair.drafter is not None:
-        add("drafter", pair.drafter, None, (1,))
+        add("drafter", ready(pair.drafter, None), (1,))
     elif drafter is not None:
-        add("drafter", pair.target, drafter, (1,))
+        own = ready(pair.target, drafter)
+        runs["drafter", 1] = ((partial(own.kv.roll_back, bucket),), partial(own.slim, text[: bucket + 1], 1))
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
     for repeat in range(_REPEATS + 1):
-        for key, once in runs.items():
-            before = time.perf_counter()
-            once()
+        for key, (first, timed) in runs.items():
+            for step in first:
+                step()
+            start = time.perf_counter()
+            timed()
             if repeat:  # the first is a warm-up
-                taken[key].append(time.perf_counter() - before)
+                taken[key].append(time.perf_counter() - start)
     median = {key: statistics.median(seconds) for key, seconds in taken.items()}
-    full, slim = ({size: s for (name, size), s in median.items() if name == tier} for tier in ("full", "slim"))
-    return CostTable(bucket, full, slim, median.get(("drafter", 1), 0.0))
+    tiers = {tier: {size: s for (name, size), s in median.items() if name == tier} for tier in _TIERS}
+    return CostTable(bucket, **tiers, drafter=median.get(("drafter", 1), 0.0))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +18,7 @@ from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.runtime.config import DecodingConfig, thresholds_of
+from viasd.runtime.costs import cost_table
 from viasd.runtime.drafters import LookupDrafter
 from viasd.runtime.gates import Decision
 from viasd.runtime.metrics import Counters
@@ -31,7 +30,6 @@ _PROMPTS = (
     "Repeat this list twice, word for word: red apples, green pears, yellow plums, blue berries. Red apples, green pears,",
 )
 _TOKENS = 32  # written per prompt
-_REPEATS = 5  # timings per pass; the median counts
 _FLOOR = -50.0
 
 
@@ -142,7 +140,7 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
     delta = None
     if cost["drafter_full"] is not None and cost["drafter_slim"] is not None and cost["slim_full"] is not None:
         delta = cost["drafter_full"] - cost["drafter_slim"] - cost["slim_full"]
-    seconds = time_passes(pair, mask.route, tokens, config)
+    seconds = time_passes(pair, mask.route, len(tokens), config)
     # Where the drafter has nothing to say, any strategy takes a plain step.
     share = proposed / written
     speculative = {
@@ -224,71 +222,21 @@ def _proposal_rows(
     return torch.tensor([i for i, _ in hits]), rows
 
 
-def time_passes(pair: Pair, route: Route, tokens: list[int], config: DecodingConfig) -> dict[str, float]:
-    """Median seconds of every pass a round is made of, on the last block of `tokens`.
+def time_passes(pair: Pair, route: Route, context: int, config: DecodingConfig) -> dict[str, float]:
+    """Median seconds of every pass a round is made of, as in `TierReport.seconds`.
 
     Args:
         pair: The pair.
         route: Layers of the slim verifier.
-        tokens: A text, at least ``gamma + 2`` tokens.
+        context: Tokens before the passes.
         config: Its `gamma` and `self_skip` count.
-
-    Returns:
-        Seconds as in `TierReport.seconds`.
     """
-    block = config.gamma + 1
-    target = TieredTarget(pair.target, route, Counters())
-    base = max(1, len(tokens) - block)
-    target.prefill(tokens[:base])
-
-    def full(length: int) -> Callable[[], object]:
-        def run() -> object:
-            target.kv.roll_back(base)
-            return target.full(tokens[: base + length], length)
-
-        return run
-
-    def slim() -> object:
-        target.kv.roll_back(base)
-        return target.slim(tokens, len(tokens) - base)
-
-    def escalate() -> object:
-        return target.full(tokens, len(tokens) - base)
-
-    seconds = {"plain": _median(full(1)), "full": _median(full(len(tokens) - base))}
-    seconds["slim"] = _median(slim)
-    seconds["escalation"] = _median(escalate, before=slim)
-    if pair.drafter is not None:
-        alone = TieredTarget(pair.drafter, None, Counters())
-        alone.prefill(tokens[:-1])
-
-        def step() -> object:
-            alone.kv.roll_back(len(tokens) - 1)
-            return alone.full(tokens, 1)
-
-        seconds["drafter"] = _median(step)
-    elif pair.drafter_kind == "self":
-        own = TieredTarget(pair.target, route.thinned(config.self_skip), Counters())
-        own.prefill(tokens[:-1])
-
-        def own_step() -> object:
-            own.kv.roll_back(len(tokens) - 1)
-            return own.slim(tokens, 1)
-
-        seconds["drafter"] = _median(own_step)
-    else:
-        seconds["drafter"] = 0.0
-    return seconds
-
-
-def _median(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """Median seconds of `run` after a warm-up. A pass ends with its stopwatch waiting for the accelerator."""
-    taken = []
-    for repeat in range(_REPEATS + 1):
-        if before is not None:
-            before()
-        start = time.perf_counter()
-        run()
-        if repeat:
-            taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    own = route.thinned(config.self_skip) if pair.drafter_kind == "self" else None
+    costs, block = cost_table(pair, route, context, config.gamma, own), config.gamma + 1
+    return {
+        "plain": costs.full[1],
+        "full": costs.full[block],
+        "slim": costs.slim[block],
+        "escalation": costs.escalation[block],
+        "drafter": costs.drafter,
+    }

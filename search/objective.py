@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
 
 from viasd.mask import LayerMask
 from viasd.pair import Pair
@@ -109,23 +107,22 @@ class Objective:
         return {**figures, SECONDS: seconds, SLIM: self._times.slim(route) / self._times.full}
 
 
-def measure_passes(pair: Pair, tokens: Sequence[int], gamma: int) -> PassTimes:
+def measure_passes(pair: Pair, context: int, gamma: int) -> PassTimes:
     """Measures what every pass costs on this machine: of all routes at once, since layers of a kind cost the same.
 
     Args:
         pair: The pair.
-        tokens: A text for the passes to run over.
+        context: Tokens before the passes.
         gamma: Drafted tokens a block.
     """
-    n, text, config = pair.target.n_layers, list(tokens), DecodingConfig(gamma=gamma)
+    n, config = pair.target.n_layers, DecodingConfig(gamma=gamma)
     inner = range(1, n - 1)
-    with torch.inference_mode():
-        usual = time_passes(pair, LayerMask.even(n, 0.45).route, text, config)
-        ends = Route(tuple(i not in inner for i in range(n)))
-        two = time_passes(pair, ends, text, config)["slim"]
-        layer = (usual["full"] - two) / len(inner)
-        attention = layer / 2
-        if pair.target.runs_parts:
-            halves = Route(ends.keep, tuple((i, ATTENTION) for i in inner))
-            attention = (time_passes(pair, halves, text, config)["slim"] - two) / len(inner)
+    usual = time_passes(pair, LayerMask.even(n, 0.45).route, context, config)
+    ends = Route(tuple(i not in inner for i in range(n)))
+    two = time_passes(pair, ends, context, config)["slim"]
+    layer = (usual["full"] - two) / len(inner)
+    attention = layer / 2
+    if pair.target.runs_parts:
+        halves = Route(ends.keep, tuple((i, ATTENTION) for i in inner))
+        attention = (time_passes(pair, halves, context, config)["slim"] - two) / len(inner)
     return PassTimes(usual["plain"], usual["full"], usual["drafter"], layer, attention, two - 2 * layer)

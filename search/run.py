@@ -188,7 +188,7 @@ def _own_text(study: optuna.Study, pair: Pair, config: SearchConfig, tell: Tell)
 
 def _pass_times(study: optuna.Study, pair: Pair, config: SearchConfig, text: Calibration) -> PassTimes:
     """What passes cost: measured by the study's first worker, and the same for all, or no two would agree on a mask."""
-    longest = max(text.search, key=lambda p: len(p.tokens)).tokens
+    longest = max(len(p.tokens) for p in text.search)
     return PassTimes.of(agreed(study, "times", lambda: measure_passes(pair, longest, config.gamma).as_json()))
 
 

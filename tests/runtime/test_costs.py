@@ -29,10 +29,11 @@ def fresh(**options: Any) -> Pair:
 def test_every_pass_is_measured_at_the_sizes_a_block_needs() -> None:
     table = cost_table(fresh(), ROUTE, 40, 5)
     assert table.context == 128
-    assert sorted(table.full) == sorted(table.slim) == [1, 2, 4, 6]
-    assert all(s > 0 for s in (*table.full.values(), *table.slim.values()))
+    assert sorted(table.full) == sorted(table.slim) == sorted(table.escalation) == [1, 2, 4, 6]
+    assert all(s > 0 for tier in (table.full, table.slim, table.escalation) for s in tier.values())
     assert table.drafter == 0.0
-    assert cost_table(fresh(), None, 40, 5).slim == {}
+    alone = cost_table(fresh(), None, 40, 5)
+    assert alone.slim == alone.escalation == {}
 
 
 def test_a_model_drafter_and_a_self_drafter_have_a_step() -> None:
@@ -76,7 +77,7 @@ def test_a_cache_that_cant_be_written_is_no_reason_not_to_measure(cache: Path) -
 
 
 def test_seconds_lie_on_straight_lines_between_sizes() -> None:
-    table = CostTable(128, {1: 10.0, 2: 12.0, 6: 20.0}, {4: 3.0}, 0.0)
+    table = CostTable(128, {1: 10.0, 2: 12.0, 6: 20.0}, {4: 3.0}, {}, 0.0)
     assert [table.full_seconds(n) for n in (1, 2, 3, 4, 6, 8)] == [10, 12, 14, 16, 20, 24]
     assert table.slim_seconds(9) == 3.0
     assert interpolated({2: 4.0, 4: 8.0}, 1) == 2.0
