@@ -8,9 +8,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,14 +64,16 @@ class CostTable:
         return asdict(self)
 
 
-def interpolated(known: dict[int, float], tokens: int) -> float:
-    """Seconds between measured sizes, on straight lines; beyond the last one, on the last line."""
+def interpolated(known: Mapping[int, float], tokens: float) -> float:
+    """Seconds of a pass over (a mean of) so many tokens: between measured sizes on straight lines, outside the nearest's."""
     sizes = sorted(known)
-    if tokens in known or len(sizes) == 1:
-        return known.get(tokens, known[sizes[0]])
-    upper = next((i for i, size in enumerate(sizes) if size > tokens), len(sizes) - 1)
-    low, high = sizes[max(0, upper - 1)], sizes[max(1, upper)]
-    return known[low] + (known[high] - known[low]) * (tokens - low) / (high - low)
+    if tokens <= sizes[0]:
+        return known[sizes[0]]
+    for low, high in pairwise(sizes):
+        if tokens <= high:
+            share = (tokens - low) / (high - low)
+            return known[low] * (1 - share) + known[high] * share
+    return known[sizes[-1]]
 
 
 def cost_table(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,18 +74,6 @@ def _pass_of(target: TieredTarget, tokens: list[int], context: int, *, slim: boo
         return target.slim(tokens, rows) if slim else target.full(tokens, rows)
 
     return run
-
-
-def interpolated(seconds: Mapping[int, float], tokens: float) -> float:
-    """Seconds of a pass over a mean number of tokens, between the sizes that were measured."""
-    sizes = sorted(seconds)
-    if tokens <= sizes[0]:
-        return seconds[sizes[0]]
-    for low, high in pairwise(sizes):
-        if tokens <= high:
-            share = (tokens - low) / (high - low)
-            return seconds[low] * (1 - share) + seconds[high] * share
-    return seconds[sizes[-1]]
 
 
 def bytes_per_token(model: LayeredModel) -> int:

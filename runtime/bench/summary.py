@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from viasd.divergences import predicted_seconds_sd
-from viasd.runtime.bench.costs import interpolated, measure
+from viasd.runtime.bench.costs import measure
 from viasd.runtime.bench.records import Record, ResultFile
 from viasd.runtime.bench.run import YARDSTICK, Bench
+from viasd.runtime.costs import interpolated
 from viasd.runtime.metrics import Counters
 
 PEER_YARDSTICK = "generate"

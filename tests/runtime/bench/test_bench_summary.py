@@ -8,10 +8,11 @@ from tiny import model_of, pair_of, prompt_ids
 
 from viasd.divergences import expected_tokens
 from viasd.runtime.bench.compare import comparison, differences
-from viasd.runtime.bench.costs import bytes_per_token, interpolated, read_bandwidth
+from viasd.runtime.bench.costs import bytes_per_token, read_bandwidth
 from viasd.runtime.bench.report import fitted, markdown_table
 from viasd.runtime.bench.run import mismatch
 from viasd.runtime.bench.summary import check_summary, figures_by_method, predictions
+from viasd.runtime.costs import interpolated
 from viasd.runtime.metrics import Counters
 
 
