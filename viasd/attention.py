@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,18 +40,20 @@ class Step:
 
     Attributes:
         segments: Sequences in the order in which their tokens are packed.
-        positions: Position of every packed token, ``[1, N]``.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device, kernel: str = "sdpa") -> None:
         self.segments = tuple(segments)
         self.kernel = kernel
-        self.positions = torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in self.segments])[
-            None
-        ]
+        self._device = device
         self.windows: dict[int, int | None] = {}  # sliding window that each layer's module asked for, by layer index
         self._views: list[tuple[Tensor, Tensor]] = []
-        self._masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int, torch.device, torch.dtype], Tensor] = {}
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of every packed token, ``[1, N]``."""
+        return torch.cat([torch.arange(s.start, s.start + s.length, device=self._device) for s in self.segments])[None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -81,22 +84,28 @@ class Step:
         views, self._views = self._views, []
         return views
 
-    def mask(self, index: int, window: int | None, groups: int, device: torch.device) -> Tensor:
-        """Boolean mask ``[groups * n, end - low]`` of segment `index`: causal, and within `window` where there is one.
+    def mask(
+        self, index: int, window: int | None, groups: int, device: torch.device, dtype: torch.dtype = torch.bool
+    ) -> Tensor:
+        """Mask ``[groups * n, end - low]`` of segment `index`: causal, and within `window` where there is one.
 
-        Built once a pass and shared by all its layers. `groups` repeats the rows for query heads that share a key head.
+        Built once a pass and shared by all its layers. `groups` repeats the rows for query heads that share a key head. In
+        bool, True where a key is seen; in a floating dtype, what is added to the scores (SDPA would convert in every layer).
         """
-        cached = self._masks.get((index, window, groups, device))
+        name = (index, window, groups, device, dtype)
+        cached = self._masks.get(name)
         if cached is None:
             segment = self.segments[index]
             end = segment.start + segment.length
             query = torch.arange(segment.start, end, device=device)[:, None]
             key = torch.arange(window_low(segment.start, window), end, device=device)[None]
-            cached = key <= query
+            seen = key <= query
             if window is not None:
-                cached &= key > query - window
-            cached = cached.repeat(groups, 1)
-            self._masks[(index, window, groups, device)] = cached
+                seen &= key > query - window
+            cached = seen.repeat(groups, 1)
+            if dtype != torch.bool:
+                cached = torch.zeros_like(cached, dtype=dtype).masked_fill_(~cached, -torch.inf)
+            self._masks[name] = cached
         return cached
 
 
@@ -174,7 +183,7 @@ def _fused(
         out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2)
     folded = query.reshape(1, kv_heads, groups * n, dim)
-    mask = None if n == 1 else step.mask(index, window, groups, query.device)
+    mask = None if n == 1 else step.mask(index, window, groups, query.device, query.dtype)
     out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(1, heads, n, -1).transpose(1, 2)
 
