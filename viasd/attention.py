@@ -40,20 +40,30 @@ class Step:
 
     Attributes:
         segments: Sequences in the order in which their tokens are packed.
+        starts: Position of each segment's first token, as rotary embeddings know it; by default where its keys are stored.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device, kernel: str = "sdpa") -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        kernel: str = "sdpa",
+        starts: Sequence[int] | None = None,
+    ) -> None:
         self.segments = tuple(segments)
+        self.starts = tuple(s.start for s in segments) if starts is None else tuple(starts)
         self.kernel = kernel
         self._device = device
         self.windows: dict[int, int | None] = {}  # sliding window that each layer's module asked for, by layer index
         self._views: list[tuple[Tensor, Tensor]] = []
-        self._masks: dict[tuple[int, int | None, int, torch.device, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
+        self._biases: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
 
     @cached_property
     def positions(self) -> Tensor:
         """Position of every packed token, ``[1, N]``."""
-        return torch.cat([torch.arange(s.start, s.start + s.length, device=self._device) for s in self.segments])[None]
+        runs = zip(self.starts, self.segments, strict=True)
+        return torch.cat([torch.arange(start, start + s.length, device=self._device) for start, s in runs])[None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -84,28 +94,31 @@ class Step:
         views, self._views = self._views, []
         return views
 
-    def mask(
-        self, index: int, window: int | None, groups: int, device: torch.device, dtype: torch.dtype = torch.bool
-    ) -> Tensor:
-        """Mask ``[groups * n, end - low]`` of segment `index`: causal, and within `window` where there is one.
+    def mask(self, index: int, window: int | None, groups: int, device: torch.device) -> Tensor:
+        """Boolean mask ``[groups * n, end - low]`` of segment `index`: causal, and within `window` where there is one.
 
-        Built once a pass and shared by all its layers. `groups` repeats the rows for query heads that share a key head. In
-        bool, True where a key is seen; in a floating dtype, what is added to the scores (SDPA would convert in every layer).
+        Built once a pass and shared by all its layers. `groups` repeats the rows for query heads that share a key head.
         """
-        name = (index, window, groups, device, dtype)
-        cached = self._masks.get(name)
+        cached = self._masks.get((index, window, groups, device))
         if cached is None:
             segment = self.segments[index]
             end = segment.start + segment.length
             query = torch.arange(segment.start, end, device=device)[:, None]
             key = torch.arange(window_low(segment.start, window), end, device=device)[None]
-            seen = key <= query
+            cached = key <= query
             if window is not None:
-                seen &= key > query - window
-            cached = seen.repeat(groups, 1)
-            if dtype != torch.bool:
-                cached = torch.zeros_like(cached, dtype=dtype).masked_fill_(~cached, -torch.inf)
-            self._masks[name] = cached
+                cached &= key > query - window
+            cached = cached.repeat(groups, 1)
+            self._masks[(index, window, groups, device)] = cached
+        return cached
+
+    def bias(self, index: int, window: int | None, groups: int, like: Tensor) -> Tensor:
+        """`mask` as what is added to the scores, in the dtype of `like`: SDPA would convert it in every layer."""
+        cached = self._biases.get((index, window, groups, like.device))
+        if cached is None:
+            seen = self.mask(index, window, groups, like.device)
+            cached = like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+            self._biases[(index, window, groups, like.device)] = cached
         return cached
 
 
@@ -183,7 +196,7 @@ def _fused(
         out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2)
     folded = query.reshape(1, kv_heads, groups * n, dim)
-    mask = None if n == 1 else step.mask(index, window, groups, query.device, query.dtype)
+    mask = None if n == 1 else step.bias(index, window, groups, query)
     out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(1, heads, n, -1).transpose(1, 2)
 

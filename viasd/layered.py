@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from viasd.attention import ATTENTION_NAME, Segment, Step, attention
 from viasd.errors import OptionError, UnsupportedModelError
+from viasd.fuse import fuse
 from viasd.kv import SequenceKV
 from viasd.lean import LayerProducts, LeanLayer, Norm, obstacle, untouched
 from viasd.products import Dense, Product, padded
@@ -59,8 +60,8 @@ class LayeredModel:
         kernel: ``sdpa`` (fused attention), ``eager`` (written out), or ``auto`` (sdpa wherever the model allows it).
         vocabulary: Number of logit rows that stand for real tokens; padded rows beyond it are cut. None keeps all.
         layers: ``auto`` runs layers of known families written out (`viasd.lean`), the others through their modules; ``hf``
-            runs all through their modules; ``fused`` is ``auto`` that refuses a model with a layer that can't be written
-            out. Lay weights together with `viasd.fuse.fuse` before.
+            runs all through their modules; ``fused`` writes all out with their weights laid together (`viasd.fuse`), and
+            refuses a model that has a layer which can't be.
         weights: Matrix products that stand for the linear layers (`viasd.quantized`); None takes the model's own.
 
     Raises:
@@ -82,7 +83,7 @@ class LayeredModel:
         self.model = model
         self.name = type(model).__name__
         self.kernel = "sdpa" if kernel == "auto" else kernel
-        self.decoder = _find_decoder(model)
+        self.decoder = find_decoder(model)
         self.layers: Sequence[nn.Module] = list(self.decoder.layers)
         self.n_layers = len(self.layers)
         self.config: Any = self.decoder.config
@@ -219,10 +220,10 @@ class LayeredModel:
         """Final norm and LM head without their modules, None where these must run."""
         replaced = None if weights is None else weights.head
         plain = type(self._head) is nn.Linear and untouched(self._head)
+        norm: nn.Module = self.decoder.norm
         if replaced is None and not plain:
             return None
         head = replaced or Dense(self._head.weight.detach(), self._head.bias)
-        norm = self.decoder.norm
         known = self._lean[-1] is not None and type(norm) is type(self.layers[-1].input_layernorm) and untouched(norm)
         return (Norm(norm) if known else norm), head
 
@@ -276,9 +277,12 @@ def _lean_layers(
     if how == "hf":
         return [None] * len(layers)
     reasons = [obstacle(layer) for layer in layers]
-    if how == "fused" and any(reasons):
-        index, reason = next((i, reason) for i, reason in enumerate(reasons) if reason)
-        raise UnsupportedModelError(f"{name}: layer {index} can't be fused: {reason}; use --layers auto")
+    if how == "fused":
+        if any(reasons):
+            index, reason = next((i, reason) for i, reason in enumerate(reasons) if reason)
+            raise UnsupportedModelError(f"{name}: layer {index} can't be fused: {reason}; use --layers auto")
+        if weights is None:
+            fuse(layers)
     products = [None] * len(layers) if weights is None else weights.layers
     return [
         None if reason else LeanLayer(layer, made)
@@ -290,8 +294,12 @@ def _attention_modules(layers: Sequence[nn.Module]) -> list[Any]:
     return [layer.self_attn for layer in layers]
 
 
-def _find_decoder(model: nn.Module) -> Any:
-    """The module with ``embed_tokens, layers, norm, rotary_emb``: the text decoder, also inside a multimodal wrapper."""
+def find_decoder(model: nn.Module) -> Any:
+    """The module with ``embed_tokens, layers, norm, rotary_emb``: the text decoder, also inside a multimodal wrapper.
+
+    Raises:
+        UnsupportedModelError: If there is none.
+    """
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     seen: Any = getattr(model, "model", None)
     for candidate in (seen, getattr(seen, "language_model", None), getattr(model, "language_model", None)):

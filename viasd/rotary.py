@@ -45,12 +45,12 @@ class RotaryTable:
 
     def rotation(self, step: Step, kind: str, device: torch.device) -> Rotation:
         """The rotation of a pass's tokens in layers of type `kind`."""
-        end = max(segment.start + segment.length for segment in step.segments)
+        end = max(start + segment.length for start, segment in zip(step.starts, step.segments, strict=True))
         table = self._tables.get((kind, device))
         if table is None or table.cos.shape[0] < end:
             table = self._tables[kind, device] = self._table(end, kind, device)
         if len(step.segments) == 1:
-            start = step.segments[0].start
+            start = step.starts[0]
             return Rotation(table.cos[start:end], table.sin[start:end])
         positions = step.positions[0].to(device)
         return Rotation(table.cos[positions], table.sin[positions])
