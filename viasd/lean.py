@@ -106,7 +106,8 @@ class LeanLayer:
 
     def _attention(self, rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
         n, heads = rows.shape[0], self._heads
-        qkv = self._qkv(padded(rows, self._qkv))[:n].unflatten(1, (-1, self._head_dim))  # [n, H + 2 H_kv, D]
+        # Contiguous, because fused attention takes nothing else.
+        qkv = self._qkv(padded(rows, self._qkv))[:n].contiguous().view(n, -1, self._head_dim)  # [n, H + 2 H_kv, D]
         both, value = qkv[:, : self._rotated], qkv[:, self._rotated :]
         if self._query_norm is not None and self._key_norm is not None:
             both = torch.cat((self._query_norm(both[:, :heads]), self._key_norm(both[:, heads:])), dim=1)
@@ -119,27 +120,23 @@ class LeanLayer:
 
 
 class Norm:
-    """RMS norm in fp32 inside, rounded where Hugging Face's own rounds, in fewer operations.
-
-    ``x / sqrt(mean(x^2) + eps)`` is computed as ``x / hypot(|x| / sqrt(d), sqrt(eps))``.
+    """RMS norm in fp32 inside, in Hugging Face's own order of operations, so that bf16 gives the same bits.
 
     Args:
         norm: The module. Its weight is read, not kept in step with later changes.
     """
 
     def __init__(self, norm: Any) -> None:
-        eps: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        self._eps: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
         weight = norm.weight.detach()
         # Gemma scales by 1 + w, computed in fp32 and rounded once; the others by w, after rounding the normed value.
         self._offset = type(norm).__name__.startswith("Gemma")
         self._weight: Tensor = weight.float() + 1.0 if self._offset else weight
-        self._share = weight.shape[0] ** -0.5
-        self._floor = torch.tensor(eps**0.5, dtype=torch.float32, device=weight.device)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., d]`` -> the same, in the same dtype."""
-        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-        normed = hidden / torch.hypot(length * self._share, self._floor)
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         if self._offset:
             return (normed * self._weight).to(hidden.dtype)
         return normed.to(hidden.dtype) * self._weight
