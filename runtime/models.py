@@ -45,7 +45,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     models.add_argument("--drafter-device", metavar="DEVICE", help="of the drafter model (default: the target's)")
     models.add_argument("--device-map", metavar="MAP", help="spread the target over devices, e.g. auto")
     models.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
-    models.add_argument("--quantization", metavar="NAME", help="of the target, e.g. bnb-4bit")
+    models.add_argument("--quantization", metavar="NAME", help="of the target: int8, int4 (CPU), or e.g. bnb-4bit")
+    models.add_argument(
+        "--layers", choices=("auto", "hf", "fused"), help="decoder layers: written out and fused, or transformers' own"
+    )
     models.add_argument("--attn", choices=("auto", "sdpa", "eager"), help="attention kernel")
     models.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     return models
@@ -114,6 +117,7 @@ def load_models(args: argparse.Namespace, say: Callable[[str], None]) -> Pair:
     from viasd.hardware import quantization_config, resolve_device, resolve_dtype
     from viasd.load import load_pair
     from viasd.loading import LoadConfig
+    from viasd.quantized import check_quantized
 
     config = LoadConfig(
         device=args.device or "auto",
@@ -123,11 +127,14 @@ def load_models(args: argparse.Namespace, say: Callable[[str], None]) -> Pair:
         weights=args.weights or "auto",
         drafter_device=args.drafter_device,
         quiet=bool(args.quiet),
+        layers=args.layers or "auto",
     )
     # Faults of names, before gigabytes are fetched for them.
     device = resolve_device(config.device)
     resolve_device(config.drafter_device or "auto")
-    if config.quantization is not None:
+    if config.own_quantization is not None:
+        check_quantized(config.own_quantization, config.layers, device)
+    elif config.quantization is not None:
         quantization_config(config.quantization, resolve_dtype(config.dtype, device))
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -98,10 +98,9 @@ class _BlockStep(Step):
     """
 
     def __init__(self, passages: Sequence[_Prepared], block: int, device: torch.device, kernel: str) -> None:
-        super().__init__([Segment(p.kv, 0, p.length) for p in passages], device, kernel)
+        super().__init__([Segment(p.kv, 0, p.length) for p in passages], device, kernel, [p.start for p in passages])
         self._passages = passages
         self._block = block
-        self.positions = torch.cat([torch.arange(p.start, p.start + p.length, device=device) for p in passages])[None]
         self._block_masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,18 +40,30 @@ class Step:
 
     Attributes:
         segments: Sequences in the order in which their tokens are packed.
-        positions: Position of every packed token, ``[1, N]``.
+        starts: Position of each segment's first token, as rotary embeddings know it; by default where its keys are stored.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device, kernel: str = "sdpa") -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        kernel: str = "sdpa",
+        starts: Sequence[int] | None = None,
+    ) -> None:
         self.segments = tuple(segments)
+        self.starts = tuple(s.start for s in segments) if starts is None else tuple(starts)
         self.kernel = kernel
-        self.positions = torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in self.segments])[
-            None
-        ]
+        self._device = device
         self.windows: dict[int, int | None] = {}  # sliding window that each layer's module asked for, by layer index
         self._views: list[tuple[Tensor, Tensor]] = []
         self._masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
+        self._biases: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of every packed token, ``[1, N]``."""
+        runs = zip(self.starts, self.segments, strict=True)
+        return torch.cat([torch.arange(start, start + s.length, device=self._device) for start, s in runs])[None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -97,6 +110,15 @@ class Step:
                 cached &= key > query - window
             cached = cached.repeat(groups, 1)
             self._masks[(index, window, groups, device)] = cached
+        return cached
+
+    def bias(self, index: int, window: int | None, groups: int, like: Tensor) -> Tensor:
+        """`mask` as what is added to the scores, in the dtype of `like`: SDPA would convert it in every layer."""
+        cached = self._biases.get((index, window, groups, like.device))
+        if cached is None:
+            seen = self.mask(index, window, groups, like.device)
+            cached = like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+            self._biases[(index, window, groups, like.device)] = cached
         return cached
 
 
@@ -174,7 +196,7 @@ def _fused(
         out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2)
     folded = query.reshape(1, kv_heads, groups * n, dim)
-    mask = None if n == 1 else step.mask(index, window, groups, query.device)
+    mask = None if n == 1 else step.bias(index, window, groups, query)
     out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(1, heads, n, -1).transpose(1, 2)
 

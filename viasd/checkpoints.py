@@ -16,6 +16,8 @@ from viasd import hub
 from viasd.errors import LoadError, OptionError
 from viasd.gguf_convert import write_known_tokenizer
 from viasd.hardware import quantization_config, require_memory, resolve_device, resolve_dtype
+from viasd.layered import LAYERS
+from viasd.quantized import QUANTIZED, check_quantized
 
 WEIGHTS = ("auto", "hub", "packaged")
 
@@ -30,7 +32,10 @@ class LoadConfig:
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         device_map: Passed to transformers to spread the target over devices (``"auto"``, ``"balanced"``, ...).
-        quantization: A name in `viasd.hardware.QUANTIZATIONS`; applies to the target.
+        quantization: ``int8`` or ``int4`` (`viasd.quantized`, by torch's own products on a CPU), or a back-end's name in
+            `viasd.hardware.QUANTIZATIONS`; applies to the target.
+        layers: ``auto`` (written out and fused where a layer allows it), ``hf`` (the modules of transformers) or ``fused``
+            (refuses a model that does not allow it); see `viasd.layered.LayeredModel`.
         weights: ``auto`` falls back to packaged demo weights where the hub can't be reached and such exist;
             ``hub`` forbids them, ``packaged`` uses nothing else.
         drafter_device: Device of the drafter model, None for the target's.
@@ -48,12 +53,22 @@ class LoadConfig:
     drafter_dtype: str | None = None
     quiet: bool = False
     trust_remote_code: bool = False
+    layers: str = "auto"
+
+    @property
+    def own_quantization(self) -> str | None:
+        """The quantization if it is one of `viasd.quantized`, None if it is a back-end's or there is none."""
+        return self.quantization if self.quantization in QUANTIZED else None
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
             raise OptionError(f"weights must be one of {', '.join(WEIGHTS)}, but got {self.weights!r}")
         if self.device_map is not None and self.device != "auto":
             raise OptionError(f"device_map places the model itself, so device must be auto, but got {self.device!r}")
+        if self.layers not in LAYERS:
+            raise OptionError(f"layers must be one of {', '.join(LAYERS)}, but got {self.layers!r}")
+        if self.own_quantization and self.device_map is not None:
+            raise OptionError(f"quantization {self.quantization} runs on one CPU, but device_map spreads the model")
 
 
 def load_model(ref: str, config: LoadConfig | None = None) -> PreTrainedModel:
@@ -71,6 +86,9 @@ def load_model(ref: str, config: LoadConfig | None = None) -> PreTrainedModel:
     config = config or LoadConfig()
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    if config.own_quantization:
+        check_quantized(config.own_quantization, config.layers, device)
+    backend = None if config.own_quantization else config.quantization
     place, options = _locate(ref)
     options["trust_remote_code"] = config.trust_remote_code
     try:
@@ -78,17 +96,17 @@ def load_model(ref: str, config: LoadConfig | None = None) -> PreTrainedModel:
             if "gguf_file" not in options:  # reading a GGUF header takes seconds
                 settings = AutoConfig.from_pretrained(place, **options)
                 if config.device_map is None:
-                    require_memory(settings, dtype, device, ref, config.quantization)
+                    require_memory(settings, dtype, device, ref, backend)
             elif hasattr(transformers, "GgufConfig"):
                 # Newer versions would keep the weights packed where they have a kernel for it.
                 options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-            if config.quantization is not None:
+            if backend is not None:
                 if "gguf_file" in options:
                     raise OptionError(f"quantization applies to folders and hub ids, but {ref} is a GGUF file")
-                options["quantization_config"] = quantization_config(config.quantization, dtype)
+                options["quantization_config"] = quantization_config(backend, dtype)
             if config.device_map is not None:
                 options["device_map"] = config.device_map
-            elif device.type != "cpu" or config.quantization is not None:
+            elif device.type != "cpu" or backend is not None:
                 options["device_map"] = {"": device}
             model, report = AutoModelForCausalLM.from_pretrained(
                 place, dtype=dtype, output_loading_info=True, **options

@@ -47,6 +47,7 @@ _NAMES = {
 }
 #: The norm before the MLP: Gemma has four norms a layer, and Llama's second one bears the name of Gemma's second.
 _MLP_NORM = {"llama": "post_attention_layernorm", "gemma3": "pre_feedforward_layernorm"}
+ARCHITECTURES = tuple(_MLP_NORM)
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -70,7 +71,7 @@ def convert(gguf: Path, folder: Path) -> None:
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
     _write_tokenizer(folder, fields)
-    _write_weights(folder, _tensors(reader, architecture, config))
+    _write_weights(folder, _tensors(reader, architecture))
 
 
 def write_known_tokenizer(gguf: Path, folder: Path) -> bool:
@@ -152,22 +153,43 @@ def _config(architecture: str, fields: dict[str, Any], tied: bool) -> dict[str, 
     }
 
 
-def _tensors(reader: GGUFReader, architecture: str, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+def name_of(tensor: str, architecture: str) -> str | None:
+    """What transformers calls a tensor of a GGUF file of one of `ARCHITECTURES`, None for one not known here."""
+    stem, _, kind = tensor.rpartition(".")
+    prefix = ""
+    if stem.startswith("blk."):
+        _, layer, stem = stem.split(".")
+        prefix = f"model.layers.{layer}."
+    name = _MLP_NORM[architecture] if stem == "ffn_norm" else _NAMES.get(stem)
+    return None if name is None else f"{prefix}{name}.{kind}"
+
+
+def rotary_heads(tensor: str, architecture: str, reader: GGUFReader) -> int | None:
+    """Number of heads of a tensor whose rows llama.cpp has put in another order, None for all others."""
+    counts = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+    count = counts.get(tensor.split(".")[-2])
+    if architecture != "llama" or count is None:
+        return None
+    return int(reader.fields[f"{architecture}.{count}"].contents())
+
+
+def halves_from_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp stores rotary pairs next to each other; transformers has the halves one after the other."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _tensors(reader: GGUFReader, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     for tensor in reader.tensors:
-        stem, _, kind = tensor.name.rpartition(".")
-        prefix = ""
-        if stem.startswith("blk."):
-            _, layer, stem = stem.split(".")
-            prefix = f"model.layers.{layer}."
-        name = _MLP_NORM[architecture] if stem == "ffn_norm" else _NAMES[stem]
+        if (name := name_of(tensor.name, architecture)) is None:
+            raise WeightsError(
+                f"can't convert the tensor {tensor.name!r}, which no {architecture} model known here has"
+            )
         weight = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if architecture == "llama" and stem in heads:
-            # llama.cpp stores rotary pairs next to each other; transformers has the halves one after the other.
-            weight = weight.reshape(heads[stem], -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
-        if architecture == "gemma3" and stem.endswith("norm"):
+        if heads := rotary_heads(tensor.name, architecture, reader):
+            weight = halves_from_pairs(weight, heads)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
             weight = weight - 1  # transformers' Gemma norms multiply by 1 + weight
-        yield f"{prefix}{name}.{kind}", np.ascontiguousarray(weight)
+        yield name, np.ascontiguousarray(weight)
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:

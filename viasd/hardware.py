@@ -84,7 +84,7 @@ def quantization_config(name: str, dtype: torch.dtype) -> Any:
         LoadError: If the back-end is not installed; the message says what to install.
     """
     if name not in QUANTIZATIONS:
-        raise OptionError(f"a quantization must be one of {', '.join(QUANTIZATIONS)}, but got {name!r}")
+        raise OptionError(f"a quantization must be one of int8, int4, {', '.join(QUANTIZATIONS)}, but got {name!r}")
     module, package, _ = QUANTIZATIONS[name]
     # The parent package is looked up first: find_spec imports it.
     if any(importlib.util.find_spec(part) is None for part in _parents(module)):

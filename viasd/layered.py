@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,16 @@ from transformers import AttentionInterface
 
 from viasd.attention import ATTENTION_NAME, Segment, Step, attention
 from viasd.errors import OptionError, UnsupportedModelError
+from viasd.fuse import fuse
 from viasd.kv import SequenceKV
-from viasd.lean import lean_layer, product, untouched
+from viasd.lean import LayerProducts, LeanLayer, Norm, obstacle, untouched
+from viasd.products import Dense, Product, padded
+from viasd.rotary import RotaryTable, Rotation
 
 AttentionInterface.register(ATTENTION_NAME, attention)
 
 _KERNELS = ("auto", "sdpa", "eager")
+LAYERS = ("auto", "hf", "fused")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _GIVEN = {"hidden_states", "attention_mask", "position_embeddings", "position_ids", "cache", "past_key_values"}
 # Rotary embeddings whose frequencies depend on the sequence's length: keys already stored would go stale beyond it.
@@ -36,6 +40,18 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _POINTING = threading.RLock()
 
 
+class ModelProducts(NamedTuple):
+    """Matrix products in place of a model's linear layers.
+
+    Attributes:
+        layers: One set per layer.
+        head: The LM head, None for the model's own.
+    """
+
+    layers: Sequence[LayerProducts]
+    head: Product | None
+
+
 class LayeredModel:
     """A causal language model as `embed`, `run` over chosen layers, and `readout`.
 
@@ -43,30 +59,38 @@ class LayeredModel:
         model: A Hugging Face causal LM in eval mode whose decoder has ``embed_tokens, layers, norm, rotary_emb``.
         kernel: ``sdpa`` (fused attention), ``eager`` (written out), or ``auto`` (sdpa wherever the model allows it).
         vocabulary: Number of logit rows that stand for real tokens; padded rows beyond it are cut. None keeps all.
-        lean: Run layers of known families written out (`viasd.lean`) instead of through their modules.
+        layers: ``auto`` runs layers of known families written out (`viasd.lean`), the others through their modules; ``hf``
+            runs all through their modules; ``fused`` writes all out with their weights laid together (`viasd.fuse`), and
+            refuses a model that has a layer which can't be.
+        weights: Matrix products that stand for the linear layers (`viasd.quantized`); None takes the model's own.
 
     Raises:
         UnsupportedModelError: If the model has another shape, keeps a state that can't be rolled back, or is training.
-        OptionError: If `kernel` is unknown.
+        OptionError: If `kernel` or `layers` is unknown.
     """
 
     def __init__(
-        self, model: nn.Module, *, kernel: str = "auto", vocabulary: int | None = None, lean: bool = True
+        self,
+        model: nn.Module,
+        *,
+        kernel: str = "auto",
+        vocabulary: int | None = None,
+        layers: str = "auto",
+        weights: ModelProducts | None = None,
     ) -> None:
         if kernel not in _KERNELS:
             raise OptionError(f"attention kernel must be one of {', '.join(_KERNELS)}, but got '{kernel}'")
         self.model = model
         self.name = type(model).__name__
         self.kernel = "sdpa" if kernel == "auto" else kernel
-        self.decoder = _find_decoder(model)
+        self.decoder = find_decoder(model)
         self.layers: Sequence[nn.Module] = list(self.decoder.layers)
         self.n_layers = len(self.layers)
         self.config: Any = self.decoder.config
         self.layer_types = _layer_types(self.name, self.config, self.layers)
         self.embed_scale: Tensor | None = None  # set by the probe where the model's forward scales outside embed_tokens
-        self._lean = [lean_layer(layer) if lean else None for layer in self.layers]
         self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        self._plain_head = lean and type(self._head) is nn.Linear and untouched(self._head)
+        self._lean = _lean_layers(self.name, self.layers, layers, weights)
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
         self._check_layers()
@@ -76,6 +100,8 @@ class LayeredModel:
         self._rotary_takes_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
         rows = self._head.weight.shape[0] if hasattr(self._head, "weight") else self.config.vocab_size
         self.vocabulary = min(rows, vocabulary or rows)
+        self._readout = None if layers == "hf" else self._own_readout(weights)
+        self._rotations = RotaryTable(self._rotary, self.context_length)
 
     @property
     def device(self) -> torch.device:
@@ -137,18 +163,20 @@ class LayeredModel:
         """
         wanted = set(capture)
         captured: dict[int, Tensor] = {}
-        embeddings: dict[str, Any] = {}
+        embeddings: dict[str, tuple[Tensor, Tensor]] = {}
+        rotations: dict[str, Rotation] = {}
         with self._our_attention():
             for index in layers:
                 if index in wanted:
                     captured[index] = hidden
-                kind = self.layer_types[index]
-                if kind not in embeddings:
-                    embeddings[kind] = self._rotary(hidden, step, kind)
-                lean = self._lean[index]
+                kind, lean = self.layer_types[index], self._lean[index]
                 if lean is not None:
-                    hidden = lean(hidden, embeddings[kind], step, parts.get(index) if parts else None)
+                    if kind not in rotations:
+                        rotations[kind] = self._rotations.rotation(step, kind, hidden.device)
+                    hidden = lean(hidden, rotations[kind], step, parts.get(index) if parts else None)
                     continue
+                if kind not in embeddings:
+                    embeddings[kind] = self._rotary(step.positions.to(hidden.device), kind)
                 if parts and index in parts:
                     raise UnsupportedModelError(
                         f"{self.name}: attention and MLP of a layer can't be skipped separately in this model; "
@@ -173,8 +201,11 @@ class LayeredModel:
         Final norm, LM head, and what the family does to its logits (softcap, scale), in the model's own dtype as its
         own forward does; then cut to the common vocabulary and cast.
         """
-        normed = self.decoder.norm(hidden)
-        logits: Tensor = (product(normed, self._head) if self._plain_head else self._head(normed))[0]
+        if self._readout is None:
+            logits: Tensor = self._head(self.decoder.norm(hidden))[0]
+        else:
+            norm, head = self._readout
+            logits = head(padded(norm(hidden[0]), head))[: hidden.shape[1]]
         logits = logits[:, : self.vocabulary]
         if getattr(self.config, "logits_scaling", None):
             logits = logits / self.config.logits_scaling
@@ -183,12 +214,24 @@ class LayeredModel:
         softcap = getattr(self.config, "final_logit_softcapping", None)
         if softcap:
             logits = torch.tanh(logits / softcap) * softcap
-        return logits.float()
+        return logits.to(torch.float32, memory_format=torch.contiguous_format)
 
-    def _rotary(self, hidden: Tensor, step: Step, kind: str) -> Any:
+    def _own_readout(self, weights: ModelProducts | None) -> tuple[Callable[[Tensor], Tensor], Product] | None:
+        """Final norm and LM head without their modules, None where these must run."""
+        replaced = None if weights is None else weights.head
+        plain = type(self._head) is nn.Linear and untouched(self._head)
+        norm: nn.Module = self.decoder.norm
+        if replaced is None and not plain:
+            return None
+        head = replaced or Dense(self._head.weight.detach(), self._head.bias)
+        known = self._lean[-1] is not None and type(norm) is type(self.layers[-1].input_layernorm) and untouched(norm)
+        return (Norm(norm) if known else norm), head
+
+    def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb
-        positions = step.positions.to(hidden.device)
-        return rotary(hidden, positions, kind) if self._rotary_takes_type else rotary(hidden, positions)
+        like = torch.empty(0, dtype=self.dtype, device=positions.device)
+        cos, sin = rotary(like, positions, kind) if self._rotary_takes_type else rotary(like, positions)
+        return cos, sin
 
     @contextmanager
     def _our_attention(self) -> Iterator[None]:
@@ -225,12 +268,38 @@ class LayeredModel:
                     )
 
 
+def _lean_layers(
+    name: str, layers: Sequence[nn.Module], how: str, weights: ModelProducts | None
+) -> list[LeanLayer | None]:
+    """Each layer written out, or None where its module has to run."""
+    if how not in LAYERS:
+        raise OptionError(f"layers must be one of {', '.join(LAYERS)}, but got '{how}'")
+    if how == "hf":
+        return [None] * len(layers)
+    reasons = [obstacle(layer) for layer in layers]
+    if how == "fused":
+        if any(reasons):
+            index, reason = next((i, reason) for i, reason in enumerate(reasons) if reason)
+            raise UnsupportedModelError(f"{name}: layer {index} can't be fused: {reason}; use --layers auto")
+        if weights is None:
+            fuse(layers)
+    products = [None] * len(layers) if weights is None else weights.layers
+    return [
+        None if reason else LeanLayer(layer, made)
+        for layer, reason, made in zip(layers, reasons, products, strict=True)
+    ]
+
+
 def _attention_modules(layers: Sequence[nn.Module]) -> list[Any]:
     return [layer.self_attn for layer in layers]
 
 
-def _find_decoder(model: nn.Module) -> Any:
-    """The module with ``embed_tokens, layers, norm, rotary_emb``: the text decoder, also inside a multimodal wrapper."""
+def find_decoder(model: nn.Module) -> Any:
+    """The module with ``embed_tokens, layers, norm, rotary_emb``: the text decoder, also inside a multimodal wrapper.
+
+    Raises:
+        UnsupportedModelError: If there is none.
+    """
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     seen: Any = getattr(model, "model", None)
     for candidate in (seen, getattr(seen, "language_model", None), getattr(model, "language_model", None)):

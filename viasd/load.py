@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from viasd.errors import OptionError
+from viasd.fuse import fuse
+from viasd.layered import find_decoder
 from viasd.loading import LoadConfig, load_pair_models
 from viasd.pair import Pair, make_pair
 from viasd.pairs import DEFAULT_PAIR, parse_pair
@@ -46,6 +48,11 @@ def load_pair(
         else parse_pair(DEFAULT_PAIR if pair is None else pair, base=base)
     )
     loaded = load_pair_models(wanted, config, say)
+    if config.layers == "auto":
+        # These models are ours alone, so their weights may be laid together wherever they allow it.
+        for model in (loaded.drafter, None if config.own_quantization else loaded.target):
+            if model is not None:
+                fuse(find_decoder(model).layers)
     return make_pair(
         loaded.target,
         loaded.target_tokenizer,
@@ -55,4 +62,7 @@ def load_pair(
         target_id=loaded.target_id,
         kernel=kernel,
         source=loaded.source,
+        layers=config.layers,
+        quantization=config.own_quantization,
+        codes=loaded.codes,
     )

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from viasd import hub
 from viasd.checkpoints import LoadConfig, load_model, load_tokenizer
 from viasd.errors import OptionError, WeightsError
+from viasd.gguf_codes import read_codes
 from viasd.hardware import resolve_device, resolve_dtype
-from viasd.packaged import PACKAGED, ensure_packaged
+from viasd.packaged import GGUF_NAME, PACKAGED, ensure_packaged
 from viasd.pairs import MODEL_FREE_DRAFTERS, PairSpec
+from viasd.quantized import GroupCodes
 
 __all__ = [
     "LoadConfig",
@@ -41,6 +43,7 @@ class LoadedPair:
         has_chat_template: Whether the target's tokenizer can format a chat.
         dtype: Of the target's weights, for example ``"bfloat16"``.
         device: Of the target's first weights, for example ``"cuda:0"``.
+        codes: 4-bit codes of the target's weights by name, where they are asked for and its GGUF file has such.
     """
 
     target: PreTrainedModel
@@ -53,6 +56,7 @@ class LoadedPair:
     has_chat_template: bool
     dtype: str
     device: str
+    codes: dict[str, GroupCodes] | None = None
 
 
 def load_pair_models(
@@ -102,7 +106,14 @@ def load_pair_models(
         has_chat_template=bool(target_tokenizer.chat_template),
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
+        codes=_codes(target_ref, source) if config.quantization == "int4" else None,
     )
+
+
+def _codes(ref: str, source: str) -> dict[str, GroupCodes] | None:
+    """What a GGUF file, given or packaged, has of 4-bit codes."""
+    path = Path(ref).expanduser() / GGUF_NAME if source == "packaged" else Path(ref).expanduser()
+    return read_codes(path) if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _for_drafter(config: LoadConfig) -> LoadConfig:

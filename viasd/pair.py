@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from viasd.errors import ContextLengthError, OptionError
 from viasd.layered import LayeredModel
 from viasd.probe import load_layered
+from viasd.quantized import GroupCodes
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]] | Any
 
@@ -113,8 +114,11 @@ def make_pair(
     target_id: str | None = None,
     kernel: str = "auto",
     source: str = "given",
+    layers: str = "auto",
+    quantization: str | None = None,
+    codes: Mapping[str, GroupCodes] | None = None,
 ) -> Pair:
-    """A pair from models that are already loaded. Nothing of them is changed.
+    """A pair from models that are already loaded. Nothing of them is changed unless `layers` or `quantization` asks for it.
 
     Args:
         target: Hugging Face causal LM in eval mode.
@@ -125,11 +129,14 @@ def make_pair(
         target_id: Name of the target for messages and mask identity.
         kernel: Attention kernel, see `LayeredModel`.
         source: Where the weights came from.
+        layers: See `LayeredModel`. ``fused`` lays weights together in memory; values and `state_dict` stay as they are.
+        quantization: ``int8`` or ``int4`` for the target, whose own weights are then taken away; see `viasd.quantized`.
+        codes: 4-bit codes that the target's weights are known by, see `viasd.quantized.quantize`.
 
     Raises:
         TokenizerMismatchError: If the tokenizers disagree.
         UnsupportedModelError: If a model can't be driven layer by layer.
-        OptionError: If `drafter` is a word that is not known.
+        OptionError: If `drafter` is a word that is not known, or options contradict each other.
     """
     from viasd.vocab import common_vocabulary, vocabulary_size
 
@@ -141,10 +148,12 @@ def make_pair(
         small, kind, usable = None, drafter, vocabulary_size(tokenizer, target_rows)
     else:
         usable = common_vocabulary(drafter_tokenizer or tokenizer, tokenizer, _logit_rows(drafter), target_rows)
-        small, kind = load_layered(drafter, kernel=kernel, vocabulary=usable), "model"
+        small, kind = load_layered(drafter, kernel=kernel, vocabulary=usable, layers=layers), "model"
     return Pair(
         name=name or f"{kind if small is None else type(drafter).__name__} -> {identity}",
-        target=load_layered(target, kernel=kernel, vocabulary=usable),
+        target=load_layered(
+            target, kernel=kernel, vocabulary=usable, layers=layers, quantization=quantization, codes=codes
+        ),
         tokenizer=tokenizer,
         drafter=small,
         drafter_kind=kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from viasd.attention import Segment
 from viasd.errors import UnsupportedModelError
 from viasd.layered import LayeredModel
+from viasd.quantized import GroupCodes, check_quantized, quantize, release
 
 _PROBE_TOKENS = 12
 _PROBE_SPLIT = 5  # second piece starts here, so that the probe also crosses a cache
@@ -19,19 +21,39 @@ _PROBE_SPLIT = 5  # second piece starts here, so that the probe also crosses a c
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.float16: 0.03, torch.bfloat16: 0.10}
 
 
-def load_layered(model: nn.Module, *, kernel: str = "auto", vocabulary: int | None = None) -> LayeredModel:
+def load_layered(
+    model: nn.Module,
+    *,
+    kernel: str = "auto",
+    vocabulary: int | None = None,
+    layers: str = "auto",
+    quantization: str | None = None,
+    codes: Mapping[str, GroupCodes] | None = None,
+) -> LayeredModel:
     """Wraps a model and probes it.
 
     Args:
         model: A Hugging Face causal LM in eval mode.
         kernel: See `LayeredModel`.
         vocabulary: See `LayeredModel`.
+        layers: See `LayeredModel`.
+        quantization: ``int8`` or ``int4`` (see `viasd.quantized`), which takes the model's own weights away.
+        codes: See `viasd.quantized.quantize`.
 
     Raises:
         UnsupportedModelError: If the model can't be driven layer by layer, naming what differs.
+        OptionError: See `LayeredModel` and `viasd.quantized.check_quantized`.
+        LoadError: See `viasd.quantized.check_quantized`.
     """
-    layered = LayeredModel(model, kernel=kernel, vocabulary=vocabulary)
+    if quantization is None:
+        layered = LayeredModel(model, kernel=kernel, vocabulary=vocabulary, layers=layers)
+        probe(layered)
+        return layered
+    check_quantized(quantization, layers, next(model.parameters()).device)
+    weights = quantize(model, quantization, codes)
+    layered = LayeredModel(model, kernel=kernel, vocabulary=vocabulary, weights=weights)
     probe(layered)
+    release(model, weights)
     return layered
 
 

@@ -43,12 +43,12 @@ def in_pieces(model: LayeredModel, ids: list[int], cuts: list[int]) -> Tensor:
     return torch.cat([feed(model, kv, ids, a, b) for a, b in itertools.pairwise(edges)])
 
 
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("layers", ["auto", "hf"])
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_pieces_of_any_length_equal_the_models_own_forward(family: str, kernel: str, lean: bool) -> None:
+def test_pieces_of_any_length_equal_the_models_own_forward(family: str, kernel: str, layers: str) -> None:
     # 40 tokens: five windows of 8 where there is one.
-    model = LayeredModel(model_of(family), kernel=kernel, lean=lean)
+    model = LayeredModel(model_of(family), kernel=kernel, layers=layers)
     model.embed_scale = load_layered(model_of(family), kernel=kernel).embed_scale
     ids = random_ids(40)
     reference = hf_logits(model_of(family), ids)
@@ -260,13 +260,13 @@ def assert_untouched(model: Any, before: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("layers", ["auto", "hf"])
 def test_an_exception_in_a_layer_leaves_the_model_as_it_was(
-    family: str, lean: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, layers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf = tiny_model(family)
     before = snapshot(hf)
-    model = LayeredModel(hf, lean=lean)
+    model = LayeredModel(hf, layers=layers)
     whole = SequenceKV.write
 
     def failing(self: SequenceKV, layer: int, *rest: Any) -> Any:
