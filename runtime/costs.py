@@ -108,8 +108,8 @@ def _key(pair: Pair, route: Route | None, drafter: Route | None, bucket: int, si
     """Everything that a pass's time depends on, hashed."""
 
     def of(model: LayeredModel | None) -> Any:
-        # `name` says how the layers run (fused, quantised ...), which identity does not.
-        return None if model is None else [asdict(ModelIdentity.of(model, "")), model.name, str(model.device)]
+        # `form` says how the layers run (fused, quantised ...), which identity does not.
+        return None if model is None else [asdict(ModelIdentity.of(model, "")), model.form, str(model.device)]
 
     said = {
         "viasd": viasd.__version__,

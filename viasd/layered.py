@@ -127,6 +127,36 @@ class LayeredModel:
         """Whether attention and MLP of a layer can be run separately (every layer is of a family written out)."""
         return all(lean is not None for lean in self._lean)
 
+    @property
+    def form(self) -> str:
+        """How its layers run, for provenance and for what is measured: `LeanLayer.form`, or ``hf``; several joined by +."""
+        return "+".join(sorted({"hf" if lean is None else lean.form for lean in self._lean}))
+
+    @property
+    def step_tensors(self) -> list[Tensor]:
+        """Every weight that a pass over all layers has to read, readout included, as it is stored.
+
+        Of the embedding only one row a token is read, unless it is tied, in which case it is the head.
+        """
+        found: list[Tensor] = []
+        for layer, lean in zip(self.layers, self._lean, strict=True):
+            own = [t for t in (*layer.parameters(), *layer.buffers()) if not t.is_meta]
+            # The norms of a layer that is written out are its module's; its products may hold the weights in another form.
+            found += own if lean is None else [t for t in own if t.dim() == 1] + lean.tensors
+        found += list(self.decoder.norm.parameters())
+        found += list(self._head.parameters()) if self._readout is None else self._readout[1].tensors
+        return list({(t.data_ptr(), t.numel()): t for t in found}.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights held, each once however many tiers read it."""
+        held = [*self.step_tensors, *(p for p in self.model.parameters() if not p.is_meta)]
+        ends: dict[int, int] = {}
+        for tensor in held:
+            storage = tensor.untyped_storage()
+            ends[storage.data_ptr()] = storage.nbytes()
+        return sum(ends.values())
+
     def new_kv(self) -> SequenceKV:
         """An empty cache for one sequence."""
         return SequenceKV(self.n_layers)

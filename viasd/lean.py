@@ -81,6 +81,16 @@ class LeanLayer:
         self._query_norm = Norm(attn.q_norm) if getattr(attn, "q_norm", None) is not None else None
         self._key_norm = Norm(attn.k_norm) if getattr(attn, "k_norm", None) is not None else None
 
+    @property
+    def form(self) -> str:
+        """Kind of its matrix products: ``dense`` (laid together), ``sidebyside``, ``int8``, ``int4``."""
+        return type(self._qkv).__name__.lower()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What its products have to read."""
+        return [tensor for made in (self._qkv, self._out, self._gate_up, self._down) for tensor in made.tensors]
+
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
         """Runs the layer, or one half of it; its keys and values are stored where `step` says.
 

@@ -29,6 +29,11 @@ class Product(Protocol):
 
     least_rows: int
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What it has to read: weights as they are stored, scales, biases."""
+        ...
+
     def __call__(self, rows: Tensor) -> Tensor:
         """``[n, k]`` -> ``[n, o]``, which need not be contiguous."""
         ...
@@ -42,6 +47,11 @@ class Dense:
         self.bias = bias
         self._weight_first = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _fast_bf16()
         self.least_rows = 2 if self._weight_first else 1
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See `Product`."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""
@@ -58,6 +68,11 @@ class SideBySide:
     def __init__(self, products: Sequence[Product]) -> None:
         self._products = tuple(products)
         self.least_rows = max(product.least_rows for product in products)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See `Product`."""
+        return [tensor for product in self._products for tensor in product.tensors]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""

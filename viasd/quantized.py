@@ -69,6 +69,11 @@ class Int8:
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See `Product`."""
+        return [t for t in (self._codes, self._scale, self._bias) if t is not None]
+
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""
         out = torch._weight_int8pack_mm(rows.contiguous(), self._codes, self._scale)
@@ -90,6 +95,11 @@ class Int4:
         self._packed = torch._convert_weight_to_int4pack_for_cpu(groups.codes.to(torch.int32), 1)
         self._scales = torch.stack((groups.scale.t(), groups.zero.t()), dim=-1).to(dtype).contiguous()
         self._bias = bias
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See `Product`."""
+        return [t for t in (self._packed, self._scales, self._bias) if t is not None]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""

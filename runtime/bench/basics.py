@@ -230,14 +230,11 @@ def lookup_against_transformers(
 def memory(pair: Pair) -> dict[str, Any]:
     """Bytes of the weights however many tiers run, and of a cache: one set of weights serves them all."""
     model = pair.target
-    weights = {p.data_ptr(): p.numel() * p.element_size() for p in model.model.parameters()}
-    before = sum(weights.values())
-    report: dict[str, Any] = {"weights_bytes": before}
+    report: dict[str, Any] = {"weights_bytes": model.weight_bytes}
     for strategy, mask in (("plain", None), ("sd", None), ("cascade", LayerMask.even(model.n_layers, 0.45))):
         options: dict[str, Any] = {"tiers": "3", "mode": "lossless"} if strategy == "cascade" else {}
         generate(pair, "Once upon a time", mask=mask, strategy=strategy, max_new_tokens=16, ignore_eos=True, **options)
-        tensors = {p.data_ptr(): p.numel() * p.element_size() for p in model.model.parameters()}
-        report[f"weights_bytes_after_{strategy}"] = sum(tensors.values())
+        report[f"weights_bytes_after_{strategy}"] = model.weight_bytes
     kv = model.new_kv()
     with torch.inference_mode():
         model.run(model.embed([5] * 200), range(model.n_layers), model.step([Segment(kv, 0, 200)]))

@@ -81,13 +81,7 @@ def bytes_per_token(model: LayeredModel) -> int:
 
     Of the embedding only one row is read, unless it is tied, in which case it is the head. Keys and values are left out.
     """
-    head = model.model.get_output_embeddings()  # type: ignore[operator]
-    weights: dict[tuple[int, int], int] = {}
-    for module in (*model.layers, model.decoder.norm, head):
-        for weight in (*module.parameters(), *module.buffers()):
-            # Weights may share storage as views of one buffer, so their own extent counts, once.
-            weights[weight.data_ptr(), weight.numel()] = weight.numel() * weight.element_size()
-    return sum(weights.values())
+    return sum(weight.numel() * weight.element_size() for weight in model.step_tensors)
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -27,6 +27,7 @@ def environment(pair: Pair) -> dict[str, Any]:
         "device": pair.device,
         "threads": torch.get_num_threads(),
         "kernel": pair.target.kernel,
+        "layers": pair.target.form,
         "versions": {"viasd": viasd.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
 
