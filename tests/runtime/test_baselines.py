@@ -227,8 +227,8 @@ def test_other_drafters_at_temperature_0_equal_transformers(name: str, kind: str
 def test_a_vertical_cascade_asks_its_drafter_less_often() -> None:
     ids = prompt_ids("ab ab ab ab ab ab ab ab")
     calls = {
-        name: generate(pair_of("llama", "same"), ids, strategy=name, max_new_tokens=60).stats
-        for name in ("sd", "vertical")
+        name: generate(pair_of("llama", "same"), ids, strategy=name, max_new_tokens=60, **options).stats
+        for name, options in (("sd", {"draft_length": "fixed"}), ("vertical", {}))
     }
     assert calls["vertical"].rejection_rate == calls["sd"].rejection_rate == 0
     assert calls["vertical"].drafter_calls < calls["sd"].drafter_calls

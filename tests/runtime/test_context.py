@@ -16,7 +16,7 @@ def test_beyond_the_drafters_context_the_target_goes_on_alone() -> None:
     drafter = perturbed(tiny_model("llama"), 0.05)
     drafter.config.max_position_embeddings = 40
     pair = viasd.make_pair(target, byte_tokenizer(), drafter=drafter)
-    result = viasd.generate(pair, PROMPT, mask=None, max_new_tokens=40, ignore_eos=True)
+    result = viasd.generate(pair, PROMPT, mask=None, draft_length="fixed", max_new_tokens=40, ignore_eos=True)
     plain = viasd.generate(pair, PROMPT, mask=None, strategy="plain", max_new_tokens=40, ignore_eos=True)
     assert result.token_ids == plain.token_ids
     # Positions 30..39 may be drafted, later ones not.

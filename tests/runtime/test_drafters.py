@@ -185,8 +185,8 @@ def test_the_self_drafter_leaves_the_watermarks_alone() -> None:
 def test_a_drafter_without_confidence_leaves_plain_decoding(drafter: str) -> None:
     pair = pair_of("llama", drafter)
     plain = generate(pair, prompt_ids(), strategy="plain").token_ids
-    result = generate(pair, prompt_ids(), strategy="sd", draft_min_prob=1.0)
+    result = generate(pair, prompt_ids(), strategy="sd", draft_length="fixed", draft_min_prob=1.0)
     assert result.token_ids == plain
     assert drafter == "lookup" or result.stats.drafted == 0
-    half = generate(pair, prompt_ids(), strategy="sd", draft_min_prob=0.5)
+    half = generate(pair, prompt_ids(), strategy="sd", draft_length="fixed", draft_min_prob=0.5)
     assert half.token_ids == plain

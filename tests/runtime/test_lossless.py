@@ -10,8 +10,10 @@ import pytest
 import torch
 from tiny import LOSSLESS, TEXT, generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer
 
+import viasd
 from viasd.kv import SequenceKV
-from viasd.testing import FAMILIES
+from viasd.runtime.costs import CostTable
+from viasd.testing import FAMILIES, tiny_model
 
 N = 40  # with the prompt of 24: eight windows of 8
 DRAFTERS = ("lookup", "self", "model")
@@ -74,7 +76,9 @@ def test_both_attention_kernels(kernel: str) -> None:
     import viasd
 
     pair = viasd.make_pair(model_of("mistral"), tokenizer(), drafter="self", kernel=kernel)
-    assert generate(pair, prompt_ids(), max_new_tokens=N, strategy="sd").token_ids == reference("mistral", prompt_ids())
+    assert generate(pair, prompt_ids(), max_new_tokens=N, **LOSSLESS["sd"]).token_ids == reference(
+        "mistral", prompt_ids()
+    )
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +201,7 @@ def test_two_hundred_prompts_do_not_wear_out_the_pair() -> None:
     before = caches()
     for i in range(200):
         ids = [rng.randrange(3, 260) for _ in range(rng.randrange(1, 20))]
-        stats = generate(pair, ids, strategy="sd", max_new_tokens=8, temperature=0.8, seed=i).stats
+        stats = generate(pair, ids, **LOSSLESS["sd"], max_new_tokens=8, temperature=0.8, seed=i).stats
         assert stats.accepted == stats.drafted
     assert caches() == before
 
@@ -210,7 +214,7 @@ def test_no_position_is_run_twice_without_need(drafter: str) -> None:
     pair, ids = pair_of("llama", drafter, noise=0.05), prompt_ids()
     for length in (1, 4):
         long = ids * length
-        sd = generate(pair, long, strategy="sd", max_new_tokens=N).stats
+        sd = generate(pair, long, **LOSSLESS["sd"], max_new_tokens=N).stats
         # A round runs the last committed token and the block, nothing else.
         assert sd.full_tokens_fed == len(long) - 1 + sd.rounds + sd.drafted
         chain = generate(pair, long, max_new_tokens=N, **LOSSLESS["chain"]).stats
@@ -254,3 +258,33 @@ def test_inference_leaves_the_callers_grad_mode_alone() -> None:
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     events.close()
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "model", "same", "self"])
+def test_blocks_are_as_long_as_they_pay_and_the_text_is_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt_ids("one two three one two three one two three one two")
+    expected = hf_greedy(model_of("llama"), ids, N)
+    stats = {}
+    for name, full in (("free", {1: 1.0, 6: 1.0}), ("usual", {1: 1.0, 2: 1.25, 6: 1.4}), ("dear", {1: 1.0, 6: 7.0})):
+        table = CostTable(128, full, {}, {}, 0.0 if drafter == "lookup" else 0.01)
+        monkeypatch.setattr("viasd.runtime.assembly.cost_table", lambda *_, table=table: table)
+        result = generate(pair_of("llama", drafter), ids, max_new_tokens=N, strategy="sd")
+        assert result.token_ids == expected
+        stats[name] = result.stats
+    fixed = generate(pair_of("llama", drafter), ids, max_new_tokens=N, **LOSSLESS["sd"]).stats
+    assert stats["dear"].drafted <= N // 24 + 1  # now and then one token, to see whether it pays by now
+    assert stats["dear"].drafted < stats["free"].drafted <= fixed.drafted + 5
+    assert stats["usual"].full_calls <= N
+
+
+def test_a_draft_that_is_always_right_is_long_and_one_that_never_is_is_soon_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = CostTable(128, {1: 1.0, 2: 1.25, 6: 1.4}, {}, {}, 0.05)
+    monkeypatch.setattr("viasd.runtime.assembly.cost_table", lambda *_: table)
+    right = generate(pair_of("llama", "same"), prompt_ids(), max_new_tokens=100, strategy="sd").stats
+    assert right.full_calls < 22
+    stranger = viasd.make_pair(model_of("llama"), tokenizer(), drafter=tiny_model("llama", seed=9))
+    wrong = generate(stranger, prompt_ids(), max_new_tokens=100, strategy="sd").stats
+    assert wrong.kept <= 2
+    assert 0 < wrong.drafted < 20

@@ -64,8 +64,9 @@ def tail_probability(observed: Counter[tuple[int, int]], law: torch.Tensor) -> f
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sd-model": ("model", {"strategy": "sd"}),
-    "sd-lookup": ("lookup", {"strategy": "sd"}),
+    "sd-model": ("model", {"strategy": "sd", "draft_length": "fixed"}),
+    "sd-lookup": ("lookup", {"strategy": "sd", "draft_length": "fixed"}),
+    "sd-paced": ("lookup", {"strategy": "sd"}),
     "chain-model": ("model", {**LOSSLESS["chain2"], "mask": "even:0.5"}),
     "chain-self": ("self", {**LOSSLESS["chain"], "mask": "even:0.25"}),
     "via-audited": ("model", {**LOSSLESS["via-audited"], "mask": "even:0.5"}),

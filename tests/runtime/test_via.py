@@ -227,7 +227,7 @@ def test_every_lossy_output_says_so() -> None:
     for mode in ("bounded", "via"):
         assert describe_loss(mode, Counters(unseen=3, emitted=5), False, 0.2).startswith("LOSSY")
     for options in (
-        {"strategy": "sd", "mode": "bounded", "alpha": 0.25},
+        {"strategy": "sd", "draft_length": "fixed", "mode": "bounded", "alpha": 0.25},
         {"strategy": "cascade", "mode": "bounded", "alpha": 0.25, "tiers": "3", "mask": "even:0.25"},
     ):
         for temperature, promise in ((0.0, "at least 0.75 of the probability"), (1.0, "total variation 0.25")):

@@ -56,7 +56,8 @@ def generate(pair: viasd.Pair, ids: Any, **options: Any) -> viasd.Result:
 # Every strategy that must reproduce the target alone, as options of `generate`.
 LOSSLESS: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "plain"},
-    "sd": {"strategy": "sd"},
+    "sd": {"strategy": "sd", "draft_length": "fixed"},
+    "sd-paced": {"strategy": "sd"},
     "chain": {"strategy": "cascade", "mode": "lossless", "tiers": "3", "mask": "even:0.45"},
     "chain2": {
         "strategy": "cascade",
