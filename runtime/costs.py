@@ -29,6 +29,7 @@ from viasd.runtime.target import TieredTarget
 _SIZES = (1, 2, 4, 8, 16, 32)  # tokens of a pass; what lies between is interpolated
 _BUCKETS = (128, 512, 2048, 8192, 32768)  # lengths of the text before it
 _REPEATS = 5
+_PATIENCE = 3.0  # seconds after which one timing of each pass has to do: a large target on a small machine
 _TIERS = ("full", "slim", "escalation")
 
 
@@ -186,7 +187,10 @@ def _measure(pair: Pair, route: Route | None, drafter: Route | None, bucket: int
         own = ready(pair.target, drafter)
         runs["drafter", 1] = ((partial(own.kv.roll_back, bucket),), partial(own.slim, text[: bucket + 1], 1))
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    begun = time.perf_counter()
     for repeat in range(_REPEATS + 1):
+        if repeat > 1 and time.perf_counter() - begun > _PATIENCE:
+            break
         for key, (first, timed) in runs.items():
             for step in first:
                 step()

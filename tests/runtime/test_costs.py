@@ -11,6 +11,7 @@ from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.runtime import costs
 from viasd.runtime.costs import CostTable, cost_table
+from viasd.runtime.target import TieredTarget
 from viasd.testing import tiny_model
 
 ROUTE = Route.of([1, 1, 0, 1, 0, 1, 1, 1])
@@ -87,3 +88,17 @@ def test_measuring_leaves_no_trace_in_later_answers() -> None:
     before = viasd.generate(pair, "some text", mask=None, max_new_tokens=8).token_ids
     cost_table(pair, ROUTE, 600, 4)
     assert viasd.generate(pair, "some text", mask=None, max_new_tokens=8).token_ids == before
+
+
+def test_a_slow_target_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_PATIENCE", 0.0)
+    pair, calls = fresh(), [0]
+    usual = TieredTarget.full
+
+    def full(self: TieredTarget, tokens: Any, rows: int) -> Any:
+        calls[0] += 1
+        return usual(self, tokens, rows)
+
+    monkeypatch.setattr(TieredTarget, "full", full)
+    assert cost_table(pair, None, 40, 5).full_seconds(6) > 0
+    assert calls[0] == 2 * 4  # a warm-up and one timing of four sizes
