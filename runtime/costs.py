@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 import viasd
 from viasd.errors import ViasdError
 from viasd.files import cache_folder, make_folder, write_atomically
+from viasd.hardware import cpu_name
 from viasd.layered import LayeredModel
 from viasd.mask import ModelIdentity
 from viasd.pair import Pair
@@ -116,8 +116,7 @@ def _key(pair: Pair, route: Route | None, drafter: Route | None, bucket: int, si
         "viasd": viasd.__version__,
         "torch": str(torch.__version__),
         "machine": [
-            platform.machine(),
-            platform.processor(),
+            cpu_name(),
             os.cpu_count(),
             torch.get_num_threads(),
             _accelerator(pair),

@@ -8,13 +8,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 import viasd
+from viasd.hardware import cpu_name
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.runtime.bench.methods import mask_hash
@@ -55,17 +55,6 @@ def provenance(pair: Pair, masks: Mapping[str, LayerMask], argv: Sequence[str]) 
             for name, mask in masks.items()
         },
     }
-
-
-def cpu_name() -> str:
-    """The processor's name, as far as the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def peak_memory(pair: Pair) -> dict[str, int | None]:
