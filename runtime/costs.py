@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import statistics
 import time
@@ -16,12 +14,11 @@ from typing import Any
 import torch
 
 import viasd
-from viasd.errors import ViasdError
-from viasd.files import cache_folder, make_folder, write_atomically
 from viasd.hardware import cpu_name
 from viasd.layered import LayeredModel
 from viasd.mask import ModelIdentity
 from viasd.pair import Pair
+from viasd.remember import remembered
 from viasd.routes import Route
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
@@ -77,9 +74,7 @@ def interpolated(known: Mapping[int, float], tokens: float) -> float:
     return known[sizes[-1]]
 
 
-def cost_table(
-    pair: Pair, route: Route | None, context: int, gamma: int, drafter: Route | None = None, *, refresh: bool = False
-) -> CostTable:
+def cost_table(pair: Pair, route: Route | None, context: int, gamma: int, drafter: Route | None = None) -> CostTable:
     """The table of a pair at a length of text: remembered, read from the cache folder, or measured and kept there.
 
     Args:
@@ -88,47 +83,41 @@ def cost_table(
         context: Tokens before a pass; the next larger bucket is what is measured.
         gamma: Longest block; passes of up to ``gamma + 1`` tokens are measured.
         drafter: Layers of the self drafter, for that kind.
-        refresh: Measure even if it is known.
     """
     limit = pair.target.context_length - gamma - 2
     bucket = max(1, min(next((b for b in _BUCKETS if b >= context), _BUCKETS[-1]), limit))
     sizes = (*(s for s in _SIZES if s < gamma + 1), gamma + 1)
-    key = _key(pair, route, drafter, bucket, sizes)
-    if refresh or key not in pair.measured:
-        found = None if refresh else _read(key)
-        if found is None:
-            with torch.inference_mode():
-                found = _measure(pair, route, drafter, bucket, sizes)
-            _write(key, found)
-        pair.measured[key] = found
+    key = ("costs", route, drafter, bucket, sizes, torch.get_num_threads())
+    if key not in pair.measured:
+        said = {
+            "machine": [cpu_name(), os.cpu_count(), torch.get_num_threads(), _accelerator(pair)],
+            **models_said(pair),
+            "routes": [None if r is None else [r.keep, r.partial] for r in (route, drafter)],
+            "bucket": bucket,
+            "sizes": list(sizes),
+        }
+        with torch.inference_mode():
+            pair.measured[key] = remembered(
+                "costs", said, lambda: _measure(pair, route, drafter, bucket, sizes), CostTable.as_json, _parsed
+            )
     table: CostTable = pair.measured[key]
     return table
 
 
-def _key(pair: Pair, route: Route | None, drafter: Route | None, bucket: int, sizes: Sequence[int]) -> str:
-    """Everything that a pass's time depends on, hashed."""
+def models_said(pair: Pair) -> dict[str, Any]:
+    """What of a pair decides its times and rows, for `viasd.remember.remembered`."""
 
     def of(model: LayeredModel | None) -> Any:
         # `form` says how the layers run (fused, quantised ...), which identity does not.
         return None if model is None else [asdict(ModelIdentity.of(model, "")), model.form, str(model.device)]
 
-    said = {
+    return {
         "viasd": viasd.__version__,
         "torch": str(torch.__version__),
-        "machine": [
-            cpu_name(),
-            os.cpu_count(),
-            torch.get_num_threads(),
-            _accelerator(pair),
-        ],
         "dtype": pair.dtype,
         "target": of(pair.target),
         "drafter": of(pair.drafter) or pair.drafter_kind,
-        "routes": [None if r is None else [r.keep, r.partial] for r in (route, drafter)],
-        "bucket": bucket,
-        "sizes": list(sizes),
     }
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _accelerator(pair: Pair) -> str:
@@ -137,23 +126,9 @@ def _accelerator(pair: Pair) -> str:
     )
 
 
-def _read(key: str) -> CostTable | None:
-    """A kept table; None where there is none or it can't be read (it is then measured anew)."""
-    try:
-        data = json.loads((cache_folder() / "costs" / f"{key}.json").read_text(encoding="utf-8"))
-        tiers = {tier: {int(size): float(s) for size, s in data[tier].items()} for tier in _TIERS}
-        return CostTable(int(data["context"]), **tiers, drafter=float(data["drafter"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _write(key: str, table: CostTable) -> None:
-    """Keeps a table. A cache that can't be written is no reason not to decode: it is measured again the next time."""
-    try:
-        folder = make_folder(cache_folder() / "costs")
-        write_atomically(folder / f"{key}.json", json.dumps(table.as_json(), indent=1) + "\n")
-    except ViasdError:
-        return
+def _parsed(data: Any) -> CostTable:
+    tiers = {tier: {int(size): float(s) for size, s in data[tier].items()} for tier in _TIERS}
+    return CostTable(int(data["context"]), **tiers, drafter=float(data["drafter"]))
 
 
 def _measure(pair: Pair, route: Route | None, drafter: Route | None, bucket: int, sizes: Sequence[int]) -> CostTable:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from viasd.divergences import (
 )
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
+from viasd.remember import remembered
 from viasd.routes import Route
 from viasd.runtime.config import DecodingConfig, thresholds_of
-from viasd.runtime.costs import cost_table
+from viasd.runtime.costs import cost_table, models_said
 from viasd.runtime.drafters import LookupDrafter
 from viasd.runtime.gates import Decision
 from viasd.runtime.metrics import Counters
@@ -31,6 +33,8 @@ _PROMPTS = (
 )
 _TOKENS = 32  # written per prompt
 _FLOOR = -50.0
+_CONTEXT = 64  # about where those texts end
+_STAGES = ("drafter_full", "drafter_slim", "slim_full")
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def recorded_refusal(pair: Pair, mask: LayerMask, config: DecodingConfig) -> str
 def measure_tiers(
     pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, *, greedy: bool = False
 ) -> TierReport:
-    """Measures once per loaded pair, mask and settings, and remembers it with the pair.
+    """Measures once per machine, pair, mask and settings, and remembers it in the cache folder.
 
     The target writes a little text of its own; rows of drafter and slim verifier are compared with its rows there, as the
     runtime would see them (the slim path reads the full path's keys below each block). Times are medians on this machine.
@@ -105,13 +109,63 @@ def measure_tiers(
     return report
 
 
+@dataclass(frozen=True)
+class _Acceptance:
+    """What drafter, slim and full verifier think of each other; the same on every machine but for rounding.
+
+    Attributes:
+        rejection: See `TierReport`.
+        delta: Likewise.
+        proposed: Share of the written tokens for which the drafter had something to say.
+        decisions: Of the gate on those, by value.
+    """
+
+    rejection: dict[str, float]
+    delta: float | None
+    proposed: float
+    decisions: list[str]
+
+    @classmethod
+    def parse(cls, data: Any) -> _Acceptance:
+        """From what `asdict` gave."""
+        rejection = {name: float(data["rejection"][name]) for name in _STAGES}
+        delta = None if data["delta"] is None else float(data["delta"])
+        return cls(rejection, delta, float(data["proposed"]), [Decision(d).value for d in data["decisions"]])
+
+
 def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, greedy: bool) -> TierReport:
-    gamma = config.gamma
-    thresholds = thresholds_of(config)
-    stages: dict[str, list[Tensor]] = {"drafter_full": [], "drafter_slim": [], "slim_full": []}
-    costs: dict[str, list[Tensor]] = {name: [] for name in stages}
-    decisions: list[Decision] = []
-    tokens: list[int] = []
+    gamma, thresholds = config.gamma, thresholds_of(config)
+    said = {
+        **models_said(pair),
+        "mask": [mask.keep, mask.partial],
+        "gamma": gamma,
+        "thresholds": [thresholds.accept, thresholds.escalate],
+        "self_skip": config.self_skip,
+        "greedy": greedy,
+    }
+    found = remembered("tiers", said, lambda: _accepted(pair, mask, config, greedy), asdict, _Acceptance.parse)
+    seconds = time_passes(pair, mask.route, _CONTEXT, config)
+    decisions = [Decision(value) for value in found.decisions]
+    speculative = {
+        "sd": predicted_seconds_sd(found.rejection["drafter_full"], gamma, seconds["drafter"], seconds["full"]),
+        "cascade": _cascade_seconds(mode, gamma, seconds, found.rejection, decisions),
+    }
+    per_token = {"plain": seconds["plain"]}
+    # Where the drafter has nothing to say, any strategy takes a plain step.
+    share = found.proposed
+    per_token |= {
+        name: share * value + (1 - share) * seconds["plain"] if share else seconds["plain"]
+        for name, value in speculative.items()
+    }
+    pays = per_token["cascade"] < per_token["sd"] and found.delta is not None and found.delta > 0
+    return TierReport(seconds, found.rejection, found.delta, per_token, pays)
+
+
+def _accepted(pair: Pair, mask: LayerMask, config: DecodingConfig, greedy: bool) -> _Acceptance:
+    gamma, thresholds = config.gamma, thresholds_of(config)
+    stages: dict[str, list[Tensor]] = {name: [] for name in _STAGES}
+    costs: dict[str, list[Tensor]] = {name: [] for name in _STAGES}
+    decisions: list[str] = []
     written = proposed = 0
     for prompt in _PROMPTS:
         tokens, first, q = _write(pair, pair.encode(prompt))
@@ -127,7 +181,7 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
             pairs += [("drafter_full", p, q[where]), ("drafter_slim", p, slim[where])]
             best = slim[where].amax(dim=-1)
             ratio = (slim[where].gather(1, p.argmax(dim=-1, keepdim=True))[:, 0] - best).exp()
-            decisions += [thresholds.decide(r) for r in ratio.tolist()]
+            decisions += [thresholds.decide(r).value for r in ratio.tolist()]
         for name, proposal, verifier in pairs:
             if greedy:
                 refused = (proposal.argmax(dim=-1) != verifier.argmax(dim=-1)).float()
@@ -140,20 +194,7 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
     delta = None
     if cost["drafter_full"] is not None and cost["drafter_slim"] is not None and cost["slim_full"] is not None:
         delta = cost["drafter_full"] - cost["drafter_slim"] - cost["slim_full"]
-    seconds = time_passes(pair, mask.route, len(tokens), config)
-    # Where the drafter has nothing to say, any strategy takes a plain step.
-    share = proposed / written
-    speculative = {
-        "sd": predicted_seconds_sd(rejection["drafter_full"], gamma, seconds["drafter"], seconds["full"]),
-        "cascade": _cascade_seconds(mode, gamma, seconds, rejection, decisions),
-    }
-    per_token = {"plain": seconds["plain"]}
-    per_token |= {
-        name: share * value + (1 - share) * seconds["plain"] if share else seconds["plain"]
-        for name, value in speculative.items()
-    }
-    pays = per_token["cascade"] < per_token["sd"]
-    return TierReport(seconds, rejection, delta, per_token, pays and delta is not None and delta > 0)
+    return _Acceptance(rejection, delta, proposed / written, decisions)
 
 
 def _cascade_seconds(

@@ -12,11 +12,11 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True, scope="session")
 def costs_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Pass times of tiny models do not belong into the user's cache, and are measured once a run."""
-    from viasd.runtime import costs
+    """What is measured of tiny models does not belong into the user's cache, and is measured once a run."""
+    from viasd import remember
 
     folder = tmp_path_factory.mktemp("costs")
-    usual = costs.cache_folder
+    usual = remember.cache_folder
 
     def here() -> Path:
         # A test that sets a cache of its own means it.
@@ -24,4 +24,4 @@ def costs_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
 
         return usual() if "VIASD_CACHE" in os.environ else folder
 
-    costs.cache_folder = here
+    remember.cache_folder = here

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.runtime import tiers
 from viasd.runtime.config import DecodingConfig
-from viasd.runtime.gates import Decision
+from viasd.runtime.gates import Decision, Thresholds
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
 from viasd.runtime.tiers import TierReport, measure_tiers
@@ -29,6 +30,11 @@ def fresh(drafter: str = "model") -> Pair:
 
     small: Any = perturbed(model_of("llama"), 0.1) if drafter == "model" else drafter
     return viasd.make_pair(model_of("llama"), tokenizer(), drafter=small)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path))
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], costs: list[float], **options: Any) -> Any:
@@ -198,3 +204,20 @@ def test_a_recorded_delta_that_is_not_positive_spares_the_measurement(monkeypatc
     for other in others:
         with pytest.raises(AssertionError, match="measured"):
             generate(pair, prompt_ids(), mask=other, max_new_tokens=4)
+
+
+def test_what_was_measured_is_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = measure_tiers(fresh("lookup"), MASK, DecodingConfig(), "via")
+
+    def never(*_: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(tiers, "_accepted", never)
+    assert measure_tiers(fresh("lookup"), MASK, DecodingConfig(), "via") == first
+    # The mode decides what follows, not what is measured.
+    assert measure_tiers(fresh("lookup"), MASK, DecodingConfig(), "lossless").rejection == first.rejection
+    for other in (DecodingConfig(gamma=3), DecodingConfig(thresholds=Thresholds(0.9, 0.1))):
+        with pytest.raises(AssertionError, match="measured"):
+            measure_tiers(fresh("lookup"), MASK, other, "via")
+    with pytest.raises(AssertionError, match="measured"):
+        measure_tiers(fresh("lookup"), MASK, DecodingConfig(), "via", greedy=True)
