@@ -7,13 +7,17 @@ import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from viasd.errors import OptionError, ViasdError
+from viasd.errors import MaskError, OptionError, ViasdError
 from viasd.runtime.command import INTERRUPTED, complain, run_command
 from viasd.runtime.display import Screen, clean, print_json
 from viasd.runtime.models import load_models
 from viasd.search.config import SearchConfig, as_file_name
 from viasd.search.options import PROG, check_writable, config_from_args, parse_args
+
+if TYPE_CHECKING:
+    from viasd.mask import LayerMask
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,15 +98,28 @@ def default_output(target: str, config: SearchConfig) -> str:
 
 def _read(args: argparse.Namespace) -> int:
     """`show`, `compare` and `pick`."""
-    from viasd.search.report import compare_lines, mask_lines
     from viasd.shipped import find_mask
 
     masks = [find_mask(name) for name in args.masks]
     screen = Screen()
+    try:
+        return _show(args, masks, screen)
+    # Figures are read where they are printed; what is not what a search writes fails there.
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise MaskError(
+            f"the figures of {' or '.join(repr(m.name) for m in masks)} are not of the kinds that a search writes "
+            f"({type(error).__name__}: {error}); --json shows them as they are"
+        ) from error
+
+
+def _show(args: argparse.Namespace, masks: list[LayerMask], screen: Screen) -> int:
+    from viasd.search.report import compare_lines, mask_lines
+
     if args.command == "pick":
         from viasd.search.front import picked
 
-        picked(masks[0], args.skipped, Path(args.output).stem).save(args.output)
+        one = picked(masks[0], skipped=args.skipped, number=args.number)
+        replace(one, name=Path(args.output).stem).save(args.output)
         screen.note(f"mask written to {args.output}")
         return 0
     if args.command == "show":

@@ -21,7 +21,7 @@ from viasd.runtime.tiers import measure_tiers
 from viasd.search import guardfit
 from viasd.search.calibration import Calibration, Passage
 from viasd.search.config import COST, SearchConfig
-from viasd.search.objective import Evaluation, Figures, Objective, rank
+from viasd.search.objective import Evaluation, Figures, Objective, rank, sound
 from viasd.search.outcome import median_of
 from viasd.search.proposals import Mask, SearchSpace
 from viasd.search.scorer import Scorer
@@ -114,27 +114,30 @@ def details_of(
         reporter = Objective(config.goal, pair, scorer_of(pair, config, text.report), config.gamma, times)
         for wanted in (found.best, found.even, found.random_best, *found.front):
             if wanted is not None and wanted not in report:
-                report[wanted] = reporter.evaluate(found.space.route(wanted))
+                evaluation = reporter.evaluate(found.space.route(wanted))
                 tokens = reporter.scorer.tokens
+                if sound(evaluation.figures):
+                    report[wanted] = evaluation
         if not interrupted:
-            even = even or objective.evaluate(found.space.route(found.even)).figures
+            if even is None and sound(figures := objective.evaluate(found.space.route(found.even)).figures):
+                even = figures
             if times is not None:
                 more["two_tiers"] = reporter.two_tiers(mask.route)
             tier = _tier(pair, config, mask)
             more |= _guard(pair, config, text, objective.scorer, reporter.scorer, mask)
     except KeyboardInterrupt:
         interrupted = True
-    figures = {m: e.figures for m, e in report.items()}
+    reported = {m: e.figures for m, e in report.items()}
     return {
         # The figures to go by: of text that the search did not see, where there was time for it.
-        **(figures.get(found.best) or found.known[found.best]),
+        **(reported.get(found.best) or found.known[found.best]),
         "objective": config.goal,
         "search": found.known[found.best],
-        "report": figures.get(found.best),
+        "report": reported.get(found.best),
         "report_tokens": tokens,
         "controls": _controls(found, even, report),
-        "beats_random": _beats_random(found, figures),
-        "front": [_front_entry(mask, found, m, figures.get(m)) for m in found.front],
+        "beats_random": _beats_random(found, reported),
+        "front": [_front_entry(mask, found, m, reported.get(m)) for m in found.front],
         "times": None if times is None else times.as_json(),
         "skip_range": None if config.skip_range is None else list(config.skip_range),
         "alpha": config.alpha,

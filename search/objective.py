@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,6 +44,11 @@ class Evaluation:
 def rank(figures: Figures, objective: str) -> tuple[float, float]:
     """Order of masks when one has to be chosen: by cost, ties by KL; by predicted time, ties by cost."""
     return (figures["cost"], figures["kl"]) if objective == COST else (figures[SECONDS], figures["cost"])
+
+
+def sound(figures: Figures) -> bool:
+    """Whether all figures are numbers: half precision may overflow where some layer is missing."""
+    return all(map(math.isfinite, figures.values()))
 
 
 class Objective:
@@ -120,9 +126,11 @@ def measure_passes(pair: Pair, context: int, gamma: int) -> PassTimes:
     usual = time_passes(pair, LayerMask.even(n, 0.45).route, context, config)
     ends = Route(tuple(i not in inner for i in range(n)))
     two = time_passes(pair, ends, context, config)["slim"]
-    layer = (usual["full"] - two) / len(inner)
+    # Differences of measured times, on a machine that may be busy with something else: none is below nothing.
+    layer = max(0.0, usual["full"] - two) / len(inner)
     attention = layer / 2
     if pair.target.runs_parts:
         halves = Route(ends.keep, tuple((i, ATTENTION) for i in inner))
         attention = (time_passes(pair, halves, context, config)["slim"] - two) / len(inner)
-    return PassTimes(usual["plain"], usual["full"], usual["drafter"], layer, attention, two - 2 * layer)
+        attention = min(max(0.0, attention), layer)
+    return PassTimes(usual["plain"], usual["full"], usual["drafter"], layer, attention, max(0.0, two - 2 * layer))

@@ -15,7 +15,7 @@ _EPILOG = f"""\
 also:
   {PROG} show MASK        draw a mask file and its figures
   {PROG} compare A B      two mask files side by side
-  {PROG} pick FRONT --skipped N --output FILE
+  {PROG} pick FRONT (--skipped N | --number N) --output FILE
                                   another mask of a pareto front, as a file
 
 cost is R(q' || q) of the slim verifier q' against the full verifier q, per token of text that the target wrote itself,
@@ -135,9 +135,9 @@ def _reader(command: str) -> argparse.ArgumentParser:
         "masks", nargs=2 if command == "compare" else 1, metavar="MASK", help="mask file, or the name of a shipped one"
     )
     if command == "pick":
-        parser.add_argument(
-            "--skipped", type=float, metavar="N", required=True, help="skipped layers of the wanted mask"
-        )
+        wanted = parser.add_mutually_exclusive_group(required=True)
+        wanted.add_argument("--skipped", type=float, metavar="N", help="skipped layers of the wanted mask")
+        wanted.add_argument("--number", type=int, metavar="N", help="its number in the list that show prints")
         parser.add_argument("--output", metavar="FILE", required=True, help="the mask file to write")
     else:
         parser.add_argument("--json", action="store_true", default=None, help="one JSON object on standard output")

@@ -297,7 +297,9 @@ class DimrSampler(BaseSampler):
         if kind == "refine":
             start = mask_in(rng.choice(front_of(done)))
             return self._unseen(start or self.space.even(), known, rng)
-        point = self._tpe.sample_relative(self._modelled(done_or_pruned(trials)), trial, dimensions)
+        # Optuna orders pruned trials by one value.
+        modelled = done_or_pruned(trials) if self.objectives == 1 else done
+        point = self._tpe.sample_relative(self._modelled(modelled), trial, dimensions)
         proposal = self.mask(point or self.point(self.space.even()))
         return proposal if self._free(proposal, known) else self._unseen(proposal, known, rng)
 

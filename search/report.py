@@ -7,7 +7,7 @@ from typing import Any
 
 from viasd.mask import LayerMask
 from viasd.runtime.display import mask_cells, mask_strip
-from viasd.search.front import front_entries, picked
+from viasd.search.front import front_masks, skipped_layers
 from viasd.search.objective import SECONDS, SLIM
 from viasd.search.outcome import SearchOutcome
 
@@ -90,18 +90,17 @@ def random_verdict(details: Mapping[str, Any]) -> str:
 
 def front_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
     """The masks of a front, one a line."""
-    entries = front_entries(mask)
-    if not entries:
+    masks = front_masks(mask)
+    if not masks:
         return []
     lines = ["", "front (cost against the time of a slim pass), reporting half:"]
-    for skipped, entry in entries:
-        one = picked(mask, skipped, f"{skipped:g}")
+    for number, one in enumerate(masks, 1):
         figures = one.details
         lines.append(
-            f"  [{mask_cells(one.keep, dict(one.partial), unicode=unicode)}] skips {skipped:>4g}  "
+            f"{number:>3} [{mask_cells(one.keep, dict(one.partial), unicode=unicode)}] skips {skipped_layers(one):>4g}  "
             f"slim pass {_number(figures.get(SLIM))} of a full one  cost {_number(figures.get('cost'))}  "
             f"agree {_number(figures.get('agreement'))}  {_milli(figures.get(SECONDS))} ms/token"
-            + ("  <- this file" if entry.get("keep") == [int(k) for k in mask.keep] else "")
+            + ("  <- this file" if one.route == mask.route else "")
         )
     return [*lines, ""]
 

@@ -21,7 +21,7 @@ from viasd.pair import Pair
 from viasd.search.calibration import Calibration, Passage, file_calibration, self_calibration
 from viasd.search.config import COST, PARETO, SearchConfig, name_of_study
 from viasd.search.findings import Findings, details_of, scorer_of
-from viasd.search.objective import SLIM, VALUES, Figures, Objective, measure_passes
+from viasd.search.objective import SLIM, VALUES, Figures, Objective, measure_passes, sound
 from viasd.search.outcome import SearchOutcome, Timing, importance_of, trace_of, trial_figures
 from viasd.search.proposals import DimrSampler, Mask, SearchSpace, front_of, mask_in, mask_text
 from viasd.search.storage import open_storage, storage_errors
@@ -99,6 +99,7 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
         best = search.best()
         trials = search.finished()
         controls = _known(search, masks)
+    wanted = len(masks) - sum(not sound(figures) for figures in controls.values())
     if best is None:
         raise KeyboardInterrupt
     known = {m: trial_figures(t) for t in trials if t.state == TrialState.COMPLETE and (m := mask_in(t)) is not None}
@@ -106,7 +107,8 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     target = ModelIdentity.of(pair.target, pair.target_id)
     mask = LayerMask(route.keep, name, pair.name, target, partial=route.partial)
     front = _front(trials) if config.goal == PARETO else ()
-    findings = Findings(space, config.goal, known, best[0], front, controls, len(masks))
+    controls = {m: figures for m, figures in controls.items() if sound(figures)}
+    findings = Findings(space, config.goal, known, best[0], front, controls, wanted)
     tell(Stage("report", 0, 1))
     details = details_of(pair, config, text, objective, times, mask, findings, len(trials), interrupted=interrupted)
     timing = Timing(
@@ -151,7 +153,11 @@ def _setup(pair: Pair, config: SearchConfig, space: SearchSpace, text: Calibrati
     # Text of the target's own is made once a study and kept there: two machines may round it differently. So are times.
     own = {"name": "self", "prompts": config.prompts}
     calibration = own if text is None else {"name": text.name, "hash": text.hash}
+    # The cost of a mask does not depend on the drafter; its predicted time does.
+    small = pair.drafter
+    drafter: Any = pair.drafter_kind if small is None else asdict(ModelIdentity.of(small, small.name))
     return {
+        **({} if config.goal == COST else {"drafter": drafter}),
         "target": asdict(ModelIdentity.of(pair.target, pair.target_id)),
         "dtype": pair.dtype,
         "layers": space.n_layers,

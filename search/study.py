@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from viasd.errors import OptionError
 from viasd.routes import Route
-from viasd.search.objective import Figures, Objective, rank
+from viasd.search.objective import Figures, Objective, rank, sound
 from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text
 
 SLOT = "step"
@@ -209,7 +209,10 @@ class Search:
             if single and self.study.pruner.prune(self.study, self._storage.get_trial(trial_id)):
                 raise optuna.TrialPruned
 
-        return self.objective.evaluate(self.sampler.space.route(mask), partial).figures
+        figures = self.objective.evaluate(self.sampler.space.route(mask), partial).figures
+        if not sound(figures):  # Optuna would fail such a trial, and its step would be tried forever
+            raise optuna.TrialPruned
+        return figures
 
     def _contested(self, number: int, step: int, mask: Mask) -> bool:
         """Whether an earlier trial has this step or this mask: of two workers at the same moment, the later one yields."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -211,7 +212,12 @@ class LayerMask:
             MaskError: If it can't be read or is not a mask.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
+            data = json.loads(
+                Path(path).read_text(encoding="utf-8-sig"),
+                parse_constant=_no_constant,
+                parse_float=_finite,
+                parse_int=_whole,
+            )
         except OSError as error:
             raise MaskError(f"can't read mask file '{path}': {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers and nesting beyond all reason
@@ -237,6 +243,17 @@ def _check_details(data: dict[str, Any], name: str) -> None:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def _whole(text: str) -> int:
+    _finite(text)  # what can't be a float can't be compared with one, or printed as one
+    return int(text)
 
 
 def _partial(sublayers: Any, keep: list[int], name: str) -> tuple[tuple[int, str], ...]:

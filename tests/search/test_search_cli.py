@@ -288,6 +288,16 @@ def test_a_study_of_another_search_is_refused(run: Run) -> None:
     assert "study 'mine' was made with alpha = 0.5, but now it is 0.6" in err
 
 
+def test_a_study_of_predicted_times_belongs_to_its_drafter(run: Run, folder: str) -> None:
+    argv = ("--target", folder, *FEW, "--study", "mine", "--storage", "sqlite:///s.db", "--quiet", "--output", "m.json")
+    assert run(*argv, "--objective", "time", target=False)[0] == 0
+    err = one_line(run(*argv, "--objective", "time", "--drafter", "self", target=False))
+    assert "made with drafter = 'lookup', but now it is 'self'" in err
+    # What a mask costs is the same with any drafter.
+    argv = (*argv, "--study", "cost")
+    assert run(*argv, target=False)[0] == run(*argv, "--drafter", folder, target=False)[0] == 0
+
+
 def test_show_and_compare(run: Run, here: Path) -> None:
     run("--quiet", "--output", "a.json")
     viasd.LayerMask.even(8, 0.4).save(here / "b.json")
@@ -355,9 +365,51 @@ def test_a_pareto_front_and_another_mask_of_it(run: Run, folder: str, here: Path
     assert run("show", "other.json", target=False)[0] == 0
     assert "there are " in one_line(run("pick", "front.json", "--skipped", "7", "--output", "x.json", target=False))
     assert "has no front" in one_line(run("pick", "other.json", "--skipped", "2", "--output", "x.json", target=False))
-    for broken in ([1], {"a": 1}, [{"skip_ratio": "x"}]):
+    for broken in ([1], {"a": 1}, [{"skip_ratio": 0.5}], [{**front[0], "report": True}], [{**front[0], "report": [1]}]):
         (here / "broken.json").write_text(json.dumps({**mask, "front": broken}))
         assert "'front' must be" in one_line(run("show", "broken.json", target=False))
+
+
+def test_masks_of_one_size_on_a_front_of_half_layers_are_told_apart(run: Run, here: Path) -> None:
+    # Two masks with the same whole layers and as many halves: without one MLP, without one attention.
+    whole = [1, 1, 0, 0, 1, 1, 1, 1]
+    attention, mlp = [1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1, 1]
+    halves = [{"attention": attention, "mlp": mlp}, {"attention": mlp, "mlp": attention}]
+    figures = [{"cost": cost, "slim_share": 0.5 + cost} for cost in (0.1, 0.2)]
+    front = [
+        {"keep": whole, "sublayers": h, "skip_ratio": 0.125, "search": f, "report": f}
+        for h, f in zip(halves, figures, strict=True)
+    ]
+    file = {"schema": 1, "layers": 8, "keep": whole, "sublayers": halves[1], "front": front}
+    (here / "front.json").write_text(json.dumps(file))
+    shown = run("show", "front.json", target=False)[1].splitlines()
+    lines = [line for line in shown if "of a full one" in line]
+    assert [("0.6000" in line, "<- this file" in line) for line in lines] == [(True, False), (False, True)]
+    err = one_line(run("pick", "front.json", "--skipped", "1", "--output", "x.json", target=False))
+    assert "2 masks that skip 1 layers on its front; pick one by --number (1, 2)" in err
+    for number in (1, 2):
+        assert run("pick", "front.json", "--number", str(number), "--output", "x.json", target=False)[0] == 0
+        assert json.loads((here / "x.json").read_text())["sublayers"] == halves[number - 1]
+    for argv in (("--number", "3"), ("--number", "0")):
+        assert "has 2 masks" in one_line(run("pick", "front.json", *argv, "--output", "x.json", target=False))
+
+
+def test_figures_of_other_kinds_are_one_line(run: Run, here: Path) -> None:
+    mask = viasd.LayerMask.even(8, 0.4).to_json()
+    good = {"auc": 0.5, "n": 1, "ece": 0.1, "log_loss": 0.1, "passed": 0, "passed_disagreed": 0, "stored": True}
+    for wrong in (
+        {"controls": {"even": [1]}, "search": {}},
+        {"controls": {"margin": 5}, "beats_random": True},
+        {"two_tiers": 5},
+        {"tier": {"delta": "x"}},
+        {"tier": {"per_token": [1]}},
+        {"tier": {"per_token": {"plain": "x"}}},
+        {"guard_reliability": {}},
+        {"guard_reliability": {**good, "ece": None}},
+    ):
+        (here / "wrong.json").write_text(json.dumps({**mask, **wrong}))
+        assert "not of the kinds that a search writes" in one_line(run("show", "wrong.json", target=False))
+        assert run("show", "wrong.json", "--json", target=False)[0] == 0
 
 
 def test_the_same_range_by_cost_says_what_that_means(run: Run, folder: str) -> None:

@@ -16,6 +16,8 @@ from optuna.trial import TrialState
 from searching import SPACE, search, worker
 
 from viasd.errors import OptionError
+from viasd.routes import Route
+from viasd.search.proposals import DimrSampler, SearchSpace
 from viasd.search.storage import open_storage, storage_errors
 from viasd.search.study import Progress, agreed
 
@@ -89,6 +91,31 @@ def test_an_interrupted_mask_is_failed_and_tried_again(url: str) -> None:
     assert [t.state for t in run.study.get_trials()] == [TrialState.FAIL]
     search(url, TRIALS).run()
     exactly(run, TRIALS)
+
+
+@pytest.mark.parametrize("objectives", [1, 2])
+def test_a_mask_without_a_finite_cost_is_given_up_and_never_tried_again(objectives: int) -> None:
+    run = search(None, TRIALS, space=SearchSpace(16, 6, theta=4))
+    if objectives == 2:
+        run.sampler = DimrSampler(run.sampler.space, TRIALS, 2)
+        run.study = optuna.create_study(sampler=run.sampler, directions=["minimize"] * 2)
+        run._storage = run.study._storage
+        run.objective.values = lambda figures: [figures["cost"], figures["kl"]]  # type: ignore[method-assign]
+    evaluate = run.objective.evaluate
+
+    def overflows(route: Route, report: Any) -> Any:
+        found = evaluate(route, report)
+        found.figures["cost"] = found.figures["cost"] if route.keep[3] else float("nan")
+        return found
+
+    run.objective.evaluate = overflows  # type: ignore[method-assign]
+    run.run()
+    exactly(run, TRIALS)
+    states = {
+        t.user_attrs["mask"][3]: t.state for t in run.finished() if t.state == TrialState.PRUNED or objectives == 2
+    }
+    assert states["0"] == TrialState.PRUNED
+    assert run.scored == TRIALS
 
 
 def wait_for_masks(url: str, n: int) -> Any:

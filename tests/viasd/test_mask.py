@@ -97,6 +97,10 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1, 1]")
     with pytest.raises(MaskError, match="must be a JSON object, but is a list"):
         LayerMask.load(tmp_path / "list.json")
+    for number in ("1e999", "-1e999", "1" + "0" * 400, "NaN"):
+        (tmp_path / "huge.json").write_text(f'{{"schema": 1, "layers": 2, "keep": [1, 1], "cost": {number}}}')
+        with pytest.raises(MaskError, match="is not JSON"):
+            LayerMask.load(tmp_path / "huge.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(MaskError, match="is not JSON"):
         LayerMask.load(tmp_path / "bytes.json")
