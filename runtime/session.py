@@ -16,7 +16,7 @@ from viasd.errors import LoadError, OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.assembly import Assembly, alpha_of
-from viasd.runtime.config import GenerationConfig, Plan, thresholds_of
+from viasd.runtime.config import SELF_SKIP, GenerationConfig, Plan, thresholds_of
 from viasd.runtime.config import plan as settle_plan
 from viasd.runtime.drafters import Drafter
 from viasd.runtime.gates import Gate, RatioGate, Thresholds
@@ -284,12 +284,13 @@ class Session:
             config.sampling.greedy
             and config.decoding.thresholds in (None, Thresholds())
             and self.mask.pair == self.pair.name
+            and (self.pair.drafter_kind != "self" or config.decoding.self_skip == SELF_SKIP)
             and not self._mask_warning
         )
         if not fitting:
             self.notes.append(
-                "the guard starts without the mask's coefficients, which were fitted for another pair, temperature or "
-                "thresholds; until it has learnt, every token is checked"
+                "the guard starts without the mask's coefficients, which were fitted for another pair, temperature, "
+                "thresholds or self_skip; until it has learnt, every token is checked"
             )
         return start if fitting else None
 

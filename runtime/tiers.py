@@ -19,7 +19,7 @@ from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.remember import remembered
 from viasd.routes import Route
-from viasd.runtime.config import DecodingConfig, thresholds_of
+from viasd.runtime.config import SELF_SKIP, DecodingConfig, thresholds_of
 from viasd.runtime.costs import cost_table, models_said
 from viasd.runtime.drafters import LookupDrafter
 from viasd.runtime.gates import Decision
@@ -76,13 +76,14 @@ def recorded_refusal(pair: Pair, mask: LayerMask, config: DecodingConfig) -> str
     """Why the slim tier is left out without measuring anything, or None where it has to be measured.
 
     Delta compares distances between laws, which do not depend on the machine. Where the search found it for this very
-    pair, weights and block length, and it is not above 0, the times can't change the decision.
+    pair, weights, drafter and block length, and it is not above 0, the times can't change the decision.
     """
     tier = mask.details.get("tier")
     delta = tier.get("delta") if isinstance(tier, Mapping) else None
     if not isinstance(delta, int | float) or delta > 0 or mask.target is None:
         return None
     known = mask.pair == pair.name and mask.details.get("gamma") == config.gamma
+    known = known and (pair.drafter_kind != "self" or config.self_skip == SELF_SKIP)
     if not known or ModelIdentity.of(pair.target, mask.target.id) != mask.target:
         return None
     return (

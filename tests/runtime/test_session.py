@@ -14,6 +14,7 @@ import viasd
 from viasd.errors import LoadError, MaskError, OptionError
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.runtime.api import make_config
+from viasd.runtime.config import SELF_SKIP
 from viasd.runtime.gates import Thresholds
 from viasd.runtime.guard import FEATURES, Guard, GuardConfig
 from viasd.runtime.session import Session
@@ -66,6 +67,13 @@ def test_for_anything_else_the_guard_starts_cold_and_says_so(
     )
     assert result.stats.unseen == 0
     assert any("starts without the mask's coefficients" in note for note in result.notes)
+
+
+def test_a_self_drafter_that_skips_another_share_is_not_the_one_they_were_fitted_for() -> None:
+    own = viasd.make_pair(tiny_model("llama"), byte_tokenizer(), drafter="self", name="tiny-self:8")
+    for share, cold in ((SELF_SKIP, False), (0.3, True)):
+        result = viasd.generate(own, PROMPT, mask=searched(own), max_new_tokens=8, self_skip=share, **VIA)
+        assert any("starts without the mask's coefficients" in note for note in result.notes) == cold
 
 
 def test_coefficients_of_another_kind_are_refused() -> None:

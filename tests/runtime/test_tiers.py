@@ -204,6 +204,12 @@ def test_a_recorded_delta_that_is_not_positive_spares_the_measurement(monkeypatc
     for other in others:
         with pytest.raises(AssertionError, match="measured"):
             generate(pair, prompt_ids(), mask=other, max_new_tokens=4)
+    # The self drafter is another one where it skips another share than in the search.
+    own = pair_of("llama", "self")
+    known = replace(mask, pair=own.name)
+    assert generate(own, prompt_ids(), mask=known, max_new_tokens=4).strategy == "sd"
+    with pytest.raises(AssertionError, match="measured"):
+        generate(own, prompt_ids(), mask=known, max_new_tokens=4, self_skip=0.3)
 
 
 def test_what_was_measured_is_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
