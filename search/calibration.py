@@ -125,7 +125,7 @@ def file_calibration(pair: Pair, path: str, tau: int, context: int = 512) -> Cal
         OptionError: If the file can't be read or has too little text, naming the line where it is malformed.
     """
     try:
-        raw = Path(path).read_text(encoding="utf-8")
+        raw = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise OptionError(f"can't read calibration file '{path}': {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -164,7 +164,7 @@ def _from_json(pair: Pair, line: str, where: str) -> Passage:
         return _whole(pair, entry["text"] if "text" in entry else "\n".join(entry["turns"]))
     except ViasdError as error:
         raise OptionError(f"calibration {where}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(
             f"calibration {where}: expected an object with 'text', 'turns', 'messages', or 'prompt' and 'completion' "
             f"({error!r})"

@@ -133,4 +133,7 @@ def measure_passes(pair: Pair, context: int, gamma: int) -> PassTimes:
         halves = Route(ends.keep, tuple((i, ATTENTION) for i in inner))
         attention = (time_passes(pair, halves, context, config)["slim"] - two) / len(inner)
         attention = min(max(0.0, attention), layer)
-    return PassTimes(usual["plain"], usual["full"], usual["drafter"], layer, attention, max(0.0, two - 2 * layer))
+    token = max(0.0, usual["full"] - usual["plain"]) / gamma
+    return PassTimes(
+        usual["plain"], usual["full"], usual["drafter"], layer, attention, max(0.0, two - 2 * layer), token
+    )

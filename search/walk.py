@@ -6,7 +6,8 @@ that is always right: the full verifier is called where the gate escalates, and 
 not have said. A real guard calls it more often, so the time is what a mask can reach at best; but a mask whose slim
 verifier is confidently wrong gains nothing by that.
 
-The price is the usual one, ``(g c_p + c_q' + P_esc c_esc) / E`` per token, with ``P_esc`` and ``E`` counted, not modelled.
+The price is the usual one, ``(g c_p + c_q' + P_esc c_esc) / E`` per token, with ``P_esc``, ``E`` and the tokens that an
+escalation runs belatedly (back-fill) counted, not modelled.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Walk:
         rounds: Drafted blocks.
         drafted: Tokens in them.
         escalated: Blocks that the full verifier saw.
+        backfilled: Tokens that went out without it and that its next pass had to run first.
     """
 
     emitted: int
@@ -54,6 +56,7 @@ class Walk:
     rounds: int
     drafted: int
     escalated: int
+    backfilled: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class PassTimes:
         layer: One whole layer over a block.
         attention: Attention alone of one layer over a block.
         ends: Everything of a pass over a block that is no layer.
+        token: What one token more adds to a full pass.
     """
 
     plain: float
@@ -75,6 +79,7 @@ class PassTimes:
     layer: float
     attention: float
     ends: float
+    token: float = 0.0
 
     @classmethod
     def of(cls, values: dict[str, float]) -> PassTimes:
@@ -98,13 +103,19 @@ class PassTimes:
         )
 
     def escalation(self, route: Route) -> float:
-        """Seconds of a full pass that starts at the end of the shared prefix."""
-        return self.full - route.first_gap * self.layer
+        """Seconds of a full pass that starts at the end of the shared prefix.
+
+        The slim pass does not run the block's last token, so the layers before the first gap run for that one.
+        """
+        return self.full - route.first_gap * self.layer * max(0.0, 1 - self.plain / self.full)
 
     def cascade(self, walk: Walk, route: Route) -> float:
         """Predicted seconds per token of three tiers."""
-        spent = walk.plain * self.plain + walk.drafted * self.drafter
-        return (spent + walk.rounds * self.slim(route) + walk.escalated * self.escalation(route)) / walk.emitted
+        spent = walk.plain * self.plain + walk.drafted * self.drafter + walk.rounds * self.slim(route)
+        # What is run belatedly also starts at the end of the shared prefix.
+        share = max(0.0, 1 - route.first_gap * self.layer / self.full)
+        spent += walk.escalated * self.escalation(route) + walk.backfilled * self.token * share
+        return spent / walk.emitted
 
     def two_tiers(self, walk: Walk) -> float:
         """Predicted seconds per token without the slim verifier; of a walk in which every block is escalated."""
@@ -119,14 +130,16 @@ def walk(heard: Heard, gamma: int, thresholds: Thresholds | None) -> Walk:
         gamma: Drafted tokens a block, at most.
         thresholds: Of the gate; None for two tiers, where every block goes to the full verifier.
     """
-    emitted = plain = rounds = drafted = escalated = 0
+    emitted = plain = rounds = drafted = escalated = backfilled = 0
     begin = 0
     for length in heard.lengths:
         at, end = begin, begin + length
         begin = end
+        pending = 0
         while at < end:
             if heard.drafted[at] < 0:
                 at, plain, emitted = at + 1, plain + 1, emitted + 1
+                backfilled, pending = backfilled + pending, 0
                 continue
             block = 1
             while block < gamma and at + block < end and heard.drafted[at + block] >= 0:
@@ -135,7 +148,11 @@ def walk(heard: Heard, gamma: int, thresholds: Thresholds | None) -> Walk:
             advance = min(kept, end - at)
             rounds, drafted, escalated = rounds + 1, drafted + block, escalated + called
             at, emitted = at + advance, emitted + advance
-    return Walk(emitted, plain, rounds, drafted, escalated)
+            if called:
+                backfilled, pending = backfilled + pending, 0
+            else:
+                pending += advance
+    return Walk(emitted, plain, rounds, drafted, escalated, backfilled)
 
 
 def _round(heard: Heard, block: range, thresholds: Thresholds | None) -> tuple[int, bool]:

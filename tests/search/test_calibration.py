@@ -51,7 +51,8 @@ def test_every_kind_of_line_is_read(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": LONG}]},
         {"messages": [{"role": "assistant", "content": LONG}]},
     ]
-    text = file_calibration(PAIR, write(tmp_path / "c.jsonl", lines), 500)
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8-sig")
+    text = file_calibration(PAIR, str(tmp_path / "c.jsonl"), 500)
     passages = {p.tokens: p.first for p in (*text.search, *text.report)}
     prompt = len(PAIR.encode("say: "))
     assert sorted(passages.values()) == sorted(
@@ -99,6 +100,7 @@ def test_the_hash_is_that_of_the_tokens_and_of_what_is_scored() -> None:
         ("[1, 2]", "line 1: expected an object with"),
         ('{"other": 1}', "line 1: expected an object with"),
         ('{"text": ""}', "line 1: the text is empty"),
+        ("[" * 100_000, "line 1: expected an object with"),
         ('{"messages": []}', "line 1: expected an object with"),
     ],
 )

@@ -328,7 +328,7 @@ def test_a_range_is_searched_for_predicted_time(run: Run, folder: str, here: Pat
     assert found["objective"] == "time"
     assert found["trials"] == 12
     assert found["front"] == []
-    assert set(times) == {"plain", "full", "drafter", "layer", "attention", "ends"}
+    assert set(times) == {"plain", "full", "drafter", "layer", "attention", "ends", "token"}
     assert best["search"]["seconds_per_token"] == min(t for t in found["trace"] if t is not None)
     assert found["controls"]["random_best"]["search"]["seconds_per_token"] > 0
     assert set(best["two_tiers"]) == {"plain", "sd"}

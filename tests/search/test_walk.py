@@ -48,14 +48,23 @@ def test_plain_steps_where_nothing_is_drafted_and_no_round_across_passages() -> 
     assert found == Walk(emitted=4, plain=1, rounds=2, drafted=3, escalated=0)
 
 
+def test_what_went_out_without_the_full_verifier_is_run_by_its_next_pass() -> None:
+    # Two blocks of two pass, the third is escalated; in the second passage one passes before a plain step, one after it.
+    ratio = [1.0] * 4 + [0.1, 1.0, 1.0] + [1.0] * 5
+    drafted = [1] * 9 + [NOTHING, 1, 1]
+    found = walk(heard(drafted, ratio, [1] * 12, [1] * 12, [7, 5]), 2, GATE)
+    assert found == Walk(emitted=12, plain=1, rounds=5, drafted=10, escalated=1, backfilled=4 + 2)
+
+
 def test_seconds_are_those_of_the_parts() -> None:
-    times = PassTimes(plain=10.0, full=12.0, drafter=1.0, layer=1.0, attention=0.25, ends=4.0)
+    times = PassTimes(plain=9.0, full=12.0, drafter=1.0, layer=1.0, attention=0.25, ends=4.0, token=0.6)
     route = Route((True, True, False, False, False, True, True, True), ((3, "attention"), (4, "mlp")))
     assert times.slim(route) == 4 + 5 + 0.25 + 0.75
-    assert times.escalation(route) == 10
-    counts = Walk(emitted=10, plain=2, rounds=3, drafted=6, escalated=1)
-    assert times.cascade(counts, route) == pytest.approx((2 * 10 + 6 * 1 + 3 * 10 + 10) / 10)
-    assert times.two_tiers(counts) == pytest.approx((20 + 6 + 36) / 10)
+    # The two shared layers are saved for all tokens of the block but the last.
+    assert times.escalation(route) == 12 - 2 * (1 - 9 / 12)
+    counts = Walk(emitted=10, plain=2, rounds=3, drafted=6, escalated=1, backfilled=4)
+    assert times.cascade(counts, route) == pytest.approx((2 * 9 + 6 * 1 + 3 * 10 + 11.5 + 4 * 0.6 * 10 / 12) / 10)
+    assert times.two_tiers(counts) == pytest.approx((18 + 6 + 36) / 10)
     assert PassTimes.of(times.as_json()) == times
 
 
