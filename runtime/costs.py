@@ -38,8 +38,8 @@ class CostTable:
         context: Tokens before the pass.
         full: Tokens of a pass -> seconds of the full verifier.
         slim: The same of the slim verifier; empty without one.
-        escalation: The same of a full pass behind a slim one over the same tokens: it starts at the end of the shared
-            prefix.
+        escalation: The same of a full pass behind a slim one over all but the last token: it starts at the end of the
+            shared prefix.
         drafter: One step of the drafter; 0 for lookup.
     """
 
@@ -146,9 +146,13 @@ def _measure(pair: Pair, route: Route | None, drafter: Route | None, bucket: int
 
     def add(name: str, target: TieredTarget, lengths: Sequence[int]) -> None:
         for length in lengths:
-            back = partial(target.kv.roll_back, bucket)
-            full, slim = (partial(f, text[: bucket + length], length) for f in (target.full, target.slim))
-            first, timed = {"slim": ((back,), slim), "escalation": ((back, slim), full)}.get(name, ((back,), full))
+            back, block = partial(target.kv.roll_back, bucket), text[: bucket + length]
+            full, slim = (partial(f, block, length) for f in (target.full, target.slim))
+            first: tuple[Callable[[], Any], ...] = (back,)
+            if name == "escalation" and length > 1:
+                # The slim verifier runs the drafted tokens, the full one their successor too.
+                first = (back, partial(target.slim, block[:-1], length - 1))
+            timed = slim if name == "slim" else full
             runs[name, length] = (first, timed)
 
     add("full", ready(pair.target, None), sizes)

@@ -79,7 +79,6 @@ def test_a_range_finds_how_many_layers_do_nothing(objective: str, monkeypatch: p
     details = search_mask(pair, config).mask.details
     known = kept[0].evaluate(Route.of(i not in IDLE for i in range(16))).figures
     if objective == "time":
-        assert details["two_tiers"]["sd"] > details["seconds_per_token"]
         # Not always by the very layers that do nothing: a first gap further up makes escalations cheaper.
         assert details["search"]["seconds_per_token"] <= known["seconds_per_token"]
     else:
