@@ -91,6 +91,19 @@ class LeanLayer:
         """What its products have to read."""
         return [tensor for made in (self._qkv, self._out, self._gate_up, self._down) for tensor in made.tensors]
 
+    @property
+    def constants(self) -> list[Tensor]:
+        """Every tensor that it reads: those of its products and the weights of its norms."""
+        norms = (
+            self._before_attention,
+            self._after_attention,
+            self._before_mlp,
+            self._after_mlp,
+            self._query_norm,
+            self._key_norm,
+        )
+        return [*self.tensors, *(norm.weight for norm in norms if norm is not None)]
+
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Pass, part: str | None = None) -> Tensor:
         """Runs the layer, or one half of it; its keys and values are stored where `step` says.
 
@@ -133,6 +146,9 @@ class Norm:
 
     Args:
         norm: The module. Its weight is read, not kept in step with later changes.
+
+    Attributes:
+        weight: What the normed value is multiplied by.
     """
 
     def __init__(self, norm: Any) -> None:
@@ -140,15 +156,15 @@ class Norm:
         weight = norm.weight.detach()
         # Gemma scales by 1 + w, computed in fp32 and rounded once; the others by w, after rounding the normed value.
         self._offset = type(norm).__name__.startswith("Gemma")
-        self._weight: Tensor = weight.float() + 1.0 if self._offset else weight
+        self.weight: Tensor = weight.float() + 1.0 if self._offset else weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., d]`` -> the same, in the same dtype."""
         wide = hidden.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         if self._offset:
-            return (normed * self._weight).to(hidden.dtype)
-        return normed.to(hidden.dtype) * self._weight
+            return (normed * self.weight).to(hidden.dtype)
+        return normed.to(hidden.dtype) * self.weight
 
 
 def linear_groups(layer: Any) -> list[list[Any]]:
