@@ -204,8 +204,9 @@ class CompiledSteps:
         except Exception as error:
             if not _could_not_compile(error):
                 raise
-            self.failure = str(error).strip().partition("\n")[0] or type(error).__name__
-        warnings.warn(f"running without --compile, torch can't compile this model here: {self.failure}", stacklevel=2)
+            cause = getattr(error, "inner_exception", error)
+            self.failure = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        warnings.warn(f"running without --compile, torch can't compile this model here: {self.failure}", stacklevel=3)
         return None
 
     def _run(

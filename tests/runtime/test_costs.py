@@ -87,3 +87,9 @@ def test_measuring_leaves_no_trace_in_later_answers() -> None:
     before = viasd.generate(pair, "some text", mask=None, max_new_tokens=8).token_ids
     cost_table(pair, ROUTE, 600, 4)
     assert viasd.generate(pair, "some text", mask=None, max_new_tokens=8).token_ids == before
+
+
+def test_compiled_passes_have_a_table_of_their_own() -> None:
+    pair, compiled = fresh(), fresh()
+    compiled.target.compile(backend="eager")
+    assert costs._key(pair, ROUTE, None, 128, (1,)) != costs._key(compiled, ROUTE, None, 128, (1,))
