@@ -28,8 +28,9 @@ from viasd.lean import LeanLayer
 from viasd.rotary import RotaryTable, Rotation
 from viasd.routes import MLP
 
-#: Tokens of a pass are padded to the next of these; a pass of more runs as it always does.
-BUCKETS = (1, 2, 4, 8, 16, 32)
+#: Tokens of a pass are padded to the next of these; a pass of more runs as it always does. One token, a block of the usual
+#: length, what is filled in behind several: where reading the weights decides, padding is free and every graph to make is not.
+BUCKETS = (1, 8, 32)
 BACKEND = "inductor"
 
 Backend = str | Callable[..., Any]
@@ -197,7 +198,8 @@ class CompiledSteps:
         buffers = segment.kv.reserve(attending, segment.start, segment.start + bucket)
         if not buffers:
             return None
-        key = Key(layers, halves, tuple(sorted(set(capture))), bucket, buffers[0][0].shape[2])
+        wanted = tuple(sorted({i for i in capture if i in layers or i == len(self._layers)}))
+        key = Key(layers, halves, wanted, bucket, buffers[0][0].shape[2])
         try:
             with self._lock:
                 return self._run(key, hidden, segment, buffers)

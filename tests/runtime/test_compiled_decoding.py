@@ -8,22 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LOSSLESS, generate, hf_greedy, model_of, prompt_ids, tokenizer
+from tiny import LOSSLESS, Counting, generate, hf_greedy, model_of, prompt_ids, tokenizer
 from tiny_checkpoints import save_tiny
 
 import viasd
 from viasd.layered import LayeredModel
 from viasd.runtime import cli
 from viasd.testing import perturbed
-
-
-class Counting:
-    def __init__(self) -> None:
-        self.compiled = 0
-
-    def __call__(self, graph: Any, inputs: list[Any]) -> Any:
-        self.compiled += 1
-        return graph.forward
 
 
 @pytest.mark.parametrize(
