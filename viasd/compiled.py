@@ -29,7 +29,8 @@ from viasd.rotary import RotaryTable, Rotation
 from viasd.routes import MLP
 
 #: Tokens of a pass are padded to the next of these; a pass of more runs as it always does. One token, a block of the usual
-#: length, what is filled in behind several: where reading the weights decides, padding is free and every graph to make is not.
+#: length, several blocks caught up with. Few, because each costs compiling, and where reading the weights decides padding
+#: costs next to nothing.
 BUCKETS = (1, 8, 32)
 BACKEND = "inductor"
 
