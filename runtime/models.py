@@ -20,6 +20,7 @@ _EXCLUSIVE = (
     ("pair", "target", "a pair names both models"),
     ("pair", "drafter", "a pair names both models"),
     ("device", "device_map", "a device map places the model itself"),
+    ("compile", "device_map", "a graph runs on one device"),
     ("base", "target", "base chooses among registered checkpoints"),
     ("weights", "target", "weights chooses where registered checkpoints come from"),
 )
@@ -48,6 +49,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     models.add_argument("--quantization", metavar="NAME", help="of the target: int8, int4 (CPU), or e.g. bnb-4bit")
     models.add_argument(
         "--layers", choices=("auto", "hf", "fused"), help="decoder layers: written out and fused, or transformers' own"
+    )
+    models.add_argument(
+        "--compile", action="store_true", default=None, help="run passes of few tokens as compiled graphs (for GPUs)"
     )
     models.add_argument("--attn", choices=("auto", "sdpa", "eager"), help="attention kernel")
     models.add_argument("--threads", type=int, metavar="N", help="CPU threads")
@@ -88,6 +92,8 @@ def check_models(args: argparse.Namespace) -> str:
     """
     given = given_options(args)
     check_exclusive(_EXCLUSIVE, given)
+    if args.compile and args.layers == "hf":
+        raise OptionError("--compile and --layers hf contradict each other: only layers written out are compiled")
     if args.drafter is not None and args.target is None:
         raise OptionError("--drafter needs --target; or name both by --pair")
     if args.target is None:
@@ -128,6 +134,7 @@ def load_models(args: argparse.Namespace, say: Callable[[str], None]) -> Pair:
         drafter_device=args.drafter_device,
         quiet=bool(args.quiet),
         layers=args.layers or "auto",
+        compile=bool(args.compile),
     )
     # Faults of names, before gigabytes are fetched for them.
     device = resolve_device(config.device)

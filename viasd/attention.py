@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,23 @@ class Segment:
     kv: SequenceKV
     start: int
     length: int
+
+
+class Pass(Protocol):
+    """What a layer that is written out asks of the pass it is part of."""
+
+    def attended(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Stores a layer's new keys and values ``[H_kv, N, D]``; queries ``[1, H, N, D]`` over all -> ``[1, N, H, D_v]``."""
+        ...
 
 
 class Step:
@@ -83,6 +100,20 @@ class Step:
             views.append(segment.kv.write(layer, segment.start, keys[:, rows], values[:, rows]))
             offset += segment.length
         return views
+
+    def attended(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See `Pass`."""
+        self.windows[layer] = window
+        return attend(self, query, self.store(layer, keys, values), scale, window, softcap)
 
     def views(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values per segment, as the layer now running has just stored them."""
@@ -178,7 +209,8 @@ def attend(
         if low:
             keys, values = keys[:, :, low:], values[:, :, low:]
         if softcap is not None or step.kernel == "eager":
-            outputs.append(_eager(step, index, rows, keys, values, scale, window, softcap))
+            allowed = step.mask(index, window, 1, query.device)
+            outputs.append(written_out(rows, keys, values, allowed, scale, softcap))
         else:
             outputs.append(_fused(step, index, rows, keys, values, scale, window))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -187,35 +219,53 @@ def attend(
 def _fused(
     step: Step, index: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """SDPA of one segment. Query heads that share a key head become extra query rows, so keys are never repeated."""
-    _, heads, n, dim = query.shape
-    kv_heads = keys.shape[1]
-    groups = heads // kv_heads
+    """SDPA of one segment."""
+    n, groups = query.shape[2], query.shape[1] // keys.shape[1]
     if n > 1 and keys.shape[2] == n and (window is None or n <= window):
         # A prompt from its beginning: plain causal attention, no mask tensor.
         out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
         return out.transpose(1, 2)
-    folded = query.reshape(1, kv_heads, groups * n, dim)
-    mask = None if n == 1 else step.bias(index, window, groups, query)
-    out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    return folded(query, keys, values, None if n == 1 else step.bias(index, window, groups, query), scale)
+
+
+def folded(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """SDPA of queries ``[1, H, n, D]`` whose heads that share a key head become query rows: keys are never repeated.
+
+    Args:
+        query: The queries.
+        keys: ``[1, H_kv, m, D]``.
+        values: ``[1, H_kv, m, D_v]``.
+        bias: Added to the scores, ``[H / H_kv * n, m]``.
+        scale: Factor on the scores.
+
+    Returns:
+        ``[1, n, H, D_v]``.
+    """
+    _, heads, n, dim = query.shape
+    rows = query.reshape(1, keys.shape[1], -1, dim)
+    out = scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
     return out.reshape(1, heads, n, -1).transpose(1, 2)
 
 
-def _eager(
-    step: Step,
-    index: int,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+def written_out(
+    query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Attention written out: for softcapped scores (Gemma2), and as the reference that `--attn eager` asks for."""
+    """Attention written out: for softcapped scores (Gemma2), and as the reference that ``--attn eager`` asks for.
+
+    Args:
+        query: ``[1, H, n, D]``.
+        keys: ``[1, H_kv, m, D]``.
+        values: ``[1, H_kv, m, D_v]``.
+        allowed: Which keys a query sees, ``[n, m]``.
+        scale: Factor on the scores.
+        softcap: Scores are squeezed into (-softcap, softcap) where there is one.
+
+    Returns:
+        ``[1, n, H, D_v]``.
+    """
     _, heads, n, dim = query.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
-    allowed = step.mask(index, window, 1, query.device)
     grouped = query.reshape(1, kv_heads, groups, n, dim)
     pieces = []
     for first in range(0, n, _EAGER_QUERY_CHUNK):

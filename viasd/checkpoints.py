@@ -42,6 +42,7 @@ class LoadConfig:
         drafter_dtype: Dtype of the drafter model, None for the target's.
         quiet: No progress bars.
         trust_remote_code: Let transformers run code from the checkpoint.
+        compile: Run passes of few tokens as compiled graphs; see `viasd.layered.LayeredModel.compile`.
     """
 
     device: str = "auto"
@@ -54,6 +55,7 @@ class LoadConfig:
     quiet: bool = False
     trust_remote_code: bool = False
     layers: str = "auto"
+    compile: bool = False
 
     @property
     def own_quantization(self) -> str | None:
@@ -69,6 +71,19 @@ class LoadConfig:
             raise OptionError(f"layers must be one of {', '.join(LAYERS)}, but got {self.layers!r}")
         if self.own_quantization and self.device_map is not None:
             raise OptionError(f"quantization {self.quantization} runs on one CPU, but device_map spreads the model")
+        if self.compile:
+            self._check_compile()
+
+    def _check_compile(self) -> None:
+        if self.layers == "hf":
+            raise OptionError("compile needs layers that are written out, but layers='hf' was asked for; leave one out")
+        if self.device_map is not None:
+            raise OptionError("compile needs a model on one device, but device_map spreads it; leave one out")
+        if self.quantization is not None and self.own_quantization is None:
+            raise OptionError(
+                f"compile needs layers that are written out, but the back-end of {self.quantization} brings its own; "
+                "leave one out"
+            )
 
 
 def load_model(ref: str, config: LoadConfig | None = None) -> PreTrainedModel:

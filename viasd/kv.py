@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 from torch import Tensor
+
+from viasd.buffers import BufferPool, Slot
 
 _FIRST_CAPACITY = 256
 
@@ -14,6 +19,10 @@ class SequenceKV:
     models work), and grows by doubling. Nothing is ever cropped: rolling back moves an integer, and what lies above it
     is overwritten before attention can read it.
 
+    Args:
+        n_layers: Layers of the model.
+        pool: Where buffers come from and go back to; None allocates them.
+
     Attributes:
         full_len: Positions ``[0, full_len)`` hold keys and values of the full path, in every layer.
         slim_len: Positions ``[full_len, slim_len)`` hold those of the slim path, in the layers its route keeps.
@@ -23,12 +32,16 @@ class SequenceKV:
             None when nothing is pending.
     """
 
-    def __init__(self, n_layers: int) -> None:
+    def __init__(self, n_layers: int, pool: BufferPool | None = None) -> None:
         self.full_len = 0
         self.slim_len = 0
         self.boundary: Tensor | None = None
         self._keys: list[Tensor | None] = [None] * n_layers
         self._values: list[Tensor | None] = [None] * n_layers
+        self._pool = pool
+        if pool is not None:
+            for what, buffers in (("keys", self._keys), ("values", self._values)):
+                weakref.finalize(self, pool.give_all, what, buffers).atexit = False
 
     @property
     def pending(self) -> int:
@@ -48,8 +61,8 @@ class SequenceKV:
             Views ``[1, H_kv, start + n, D]`` and ``[1, H_kv, start + n, D_v]`` into the buffers.
         """
         end = start + keys.shape[1]
-        key_buffer = self._grown(self._keys, layer, end, start, keys)
-        value_buffer = self._grown(self._values, layer, end, start, values)
+        key_buffer = self._grown("keys", layer, end, start, keys)
+        value_buffer = self._grown("values", layer, end, start, values)
         key_buffer[0, :, start:end] = keys
         value_buffer[0, :, start:end] = values
         return key_buffer[:, :, :end], value_buffer[:, :, :end]
@@ -61,19 +74,46 @@ class SequenceKV:
         assert values is not None
         return keys[:, :, :end], values[:, :, :end]
 
-    @staticmethod
-    def _grown(buffers: list[Tensor | None], layer: int, end: int, keep: int, like: Tensor) -> Tensor:
+    def reserve(self, layers: Iterable[int], start: int, end: int) -> list[tuple[Tensor, Tensor]] | None:
+        """Buffers of layers with room for positions below `end`, all of one capacity.
+
+        Args:
+            layers: Indices of the layers.
+            start: Positions below it are kept where a buffer has to grow.
+            end: Positions that must fit.
+
+        Returns:
+            Keys ``[1, H_kv, C, D]`` and values ``[1, H_kv, C, D_v]`` per layer; None if one of them has never been written.
+        """
+        held = [(layer, self._keys[layer], self._values[layer]) for layer in layers]
+        views = []
+        room = max((end, *(keys.shape[2] for _, keys, _ in held if keys is not None)))
+        for layer, keys, values in held:
+            if keys is None or values is None:
+                return None
+            grown = [self._grown(what, layer, room, start, own) for what, own in (("keys", keys), ("values", values))]
+            views.append((grown[0], grown[1]))
+        return views
+
+    def _grown(self, what: str, layer: int, end: int, keep: int, like: Tensor) -> Tensor:
+        """A layer's buffer with room for `end` positions, heads and dtype as those of `like` ``[..., H_kv, n, D]``."""
+        buffers = self._keys if what == "keys" else self._values
         buffer = buffers[layer]
         if buffer is not None and buffer.shape[2] >= end:
             return buffer
         capacity = _FIRST_CAPACITY if buffer is None else buffer.shape[2]
         while capacity < end:
             capacity *= 2
+        shape = (1, like.shape[-3], capacity, like.shape[-1])
         # Zeros, not empty: uninitialised memory may hold NaN, and 0 x NaN is NaN under an additive mask.
-        grown = like.new_zeros((1, like.shape[0], capacity, like.shape[2]))
+        grown = (
+            like.new_zeros(shape) if self._pool is None else self._pool.take(Slot(layer, what, capacity), shape, like)
+        )
+        buffers[layer] = grown
         if buffer is not None:
             grown[:, :, :keep] = buffer[:, :, :keep]
-        buffers[layer] = grown
+            if self._pool is not None:
+                self._pool.give(Slot(layer, what, buffer.shape[2]), buffer)
         return grown
 
     def roll_back(self, length: int) -> None:
@@ -89,10 +129,10 @@ class SequenceKV:
 
         At least one position must have been run, so that the buffers are there.
         """
-        for buffers in (self._keys, self._values):
+        for what, buffers in (("keys", self._keys), ("values", self._values)):
             for layer, buffer in enumerate(buffers):
                 if buffer is not None:
-                    self._grown(buffers, layer, length, self.slim_len, buffer[0])
+                    self._grown(what, layer, length, self.slim_len, buffer)
         self.full_len = self.slim_len = length
         self.boundary = None
 

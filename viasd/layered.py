@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from viasd.attention import ATTENTION_NAME, Segment, Step, attention
+from viasd.compiled import BACKEND, BUCKETS, Backend, CompiledSteps
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.fuse import fuse
 from viasd.kv import SequenceKV
@@ -102,6 +103,7 @@ class LayeredModel:
         self.vocabulary = min(rows, vocabulary or rows)
         self._readout = None if layers == "hf" else self._own_readout(weights)
         self._rotations = RotaryTable(self._rotary, self.context_length)
+        self._compiled: CompiledSteps | None = None
 
     @property
     def device(self) -> torch.device:
@@ -129,8 +131,43 @@ class LayeredModel:
 
     @property
     def form(self) -> str:
-        """How its layers run, for provenance and for what is measured: `LeanLayer.form`, or ``hf``; several joined by +."""
-        return "+".join(sorted({"hf" if lean is None else lean.form for lean in self._lean}))
+        """How its layers run, for provenance and for what is measured: `LeanLayer.form`, or ``hf``; several joined by +.
+
+        ``, compiled`` is added where passes of few tokens are.
+        """
+        forms = "+".join(sorted({"hf" if lean is None else lean.form for lean in self._lean}))
+        return f"{forms}, compiled" if self._compiled is not None and self._compiled.failure is None else forms
+
+    def compile(self, *, backend: Backend = BACKEND, buckets: Sequence[int] = BUCKETS) -> None:
+        """Lets passes of few tokens of one sequence run as graphs of fixed shape from now on; see `viasd.compiled`.
+
+        A graph is made when it is first needed, which takes the compiler's time. What can't be one (several sequences, many
+        tokens) runs as before, and so does everything, after one warning, if torch can't compile this model here. Padding
+        writes above the last token of a pass: what a cache held there is lost.
+
+        Args:
+            backend: Of `torch.compile`.
+            buckets: Numbers of tokens that passes are padded to, for example 1 and block length + 1.
+
+        Raises:
+            OptionError: If a layer has to run through its module, or layers lie on several devices.
+        """
+        lean = [layer for layer in self._lean if layer is not None]
+        if len(lean) < self.n_layers:
+            index = self._lean.index(None)
+            reason = obstacle(self.layers[index]) or "layers='hf'"
+            raise OptionError(
+                f"compile needs layers that are written out, but layer {index} of {self.name} can't be: {reason}"
+            )
+        self._compiled = CompiledSteps(
+            lean,
+            self.layer_types,
+            self._rotations,
+            self.context_length,
+            kernel=self.kernel,
+            backend=backend,
+            buckets=buckets,
+        )
 
     @property
     def step_tensors(self) -> list[Tensor]:
@@ -159,7 +196,7 @@ class LayeredModel:
 
     def new_kv(self) -> SequenceKV:
         """An empty cache for one sequence."""
-        return SequenceKV(self.n_layers)
+        return SequenceKV(self.n_layers, None if self._compiled is None else self._compiled.pool)
 
     def step(self, segments: Sequence[Segment]) -> Step:
         """Describes one packed pass over `segments`."""
@@ -191,6 +228,11 @@ class LayeredModel:
         Returns:
             The hidden states ``[1, N, d]`` after the last layer run, and the captured inputs by layer index.
         """
+        if self._compiled is not None:
+            layers = tuple(layers)
+            done = self._compiled.run(hidden, layers, step, tuple(capture), parts or {})
+            if done is not None:
+                return done
         wanted = set(capture)
         captured: dict[int, Tensor] = {}
         embeddings: dict[str, tuple[Tensor, Tensor]] = {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from viasd.attention import Step, attend
+from viasd.attention import Pass
 from viasd.products import Product, dense, padded
 from viasd.rotary import Rotation
 from viasd.routes import ATTENTION, MLP
@@ -50,7 +50,7 @@ class LayerProducts(NamedTuple):
 
 
 class LeanLayer:
-    """One decoder layer as a function of ``hidden [1, N, d]``, a `Rotation` and a `Step`.
+    """One decoder layer as a function of ``hidden [1, N, d]``, a `Rotation` and a `Pass`.
 
     Args:
         layer: The module it stands for, without an `obstacle`.
@@ -91,7 +91,20 @@ class LeanLayer:
         """What its products have to read."""
         return [tensor for made in (self._qkv, self._out, self._gate_up, self._down) for tensor in made.tensors]
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
+    @property
+    def constants(self) -> list[Tensor]:
+        """Every tensor that it reads: those of its products and the weights of its norms."""
+        norms = (
+            self._before_attention,
+            self._after_attention,
+            self._before_mlp,
+            self._after_mlp,
+            self._query_norm,
+            self._key_norm,
+        )
+        return [*self.tensors, *(norm.weight for norm in norms if norm is not None)]
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, step: Pass, part: str | None = None) -> Tensor:
         """Runs the layer, or one half of it; its keys and values are stored where `step` says.
 
         Args:
@@ -114,7 +127,7 @@ class LeanLayer:
         inner = self._activation(both[:, : self._inner]) * both[:, self._inner :]
         return self._down(padded(inner, self._down))[: rows.shape[0]]
 
-    def _attention(self, rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
+    def _attention(self, rows: Tensor, rotation: Rotation, step: Pass) -> Tensor:
         n, heads = rows.shape[0], self._heads
         # Contiguous, because fused attention takes nothing else.
         qkv = self._qkv(padded(rows, self._qkv))[:n].contiguous().view(n, -1, self._head_dim)  # [n, H + 2 H_kv, D]
@@ -122,10 +135,9 @@ class LeanLayer:
         if self._query_norm is not None and self._key_norm is not None:
             both = torch.cat((self._query_norm(both[:, :heads]), self._key_norm(both[:, heads:])), dim=1)
         both = rotation(both)
-        step.windows[self._index] = self._window
-        views = step.store(self._index, both[:, heads:].transpose(0, 1), value.transpose(0, 1))
         query = both[:, :heads].transpose(0, 1)[None]
-        out = attend(step, query, views, self._scaling, self._window, self._softcap).reshape(n, -1)
+        keys, values = both[:, heads:].transpose(0, 1), value.transpose(0, 1)
+        out = step.attended(self._index, query, keys, values, self._scaling, self._window, self._softcap).reshape(n, -1)
         return self._out(padded(out, self._out))[:n]
 
 
@@ -134,6 +146,9 @@ class Norm:
 
     Args:
         norm: The module. Its weight is read, not kept in step with later changes.
+
+    Attributes:
+        weight: What the normed value is multiplied by.
     """
 
     def __init__(self, norm: Any) -> None:
@@ -141,15 +156,15 @@ class Norm:
         weight = norm.weight.detach()
         # Gemma scales by 1 + w, computed in fp32 and rounded once; the others by w, after rounding the normed value.
         self._offset = type(norm).__name__.startswith("Gemma")
-        self._weight: Tensor = weight.float() + 1.0 if self._offset else weight
+        self.weight: Tensor = weight.float() + 1.0 if self._offset else weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., d]`` -> the same, in the same dtype."""
         wide = hidden.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         if self._offset:
-            return (normed * self._weight).to(hidden.dtype)
-        return normed.to(hidden.dtype) * self._weight
+            return (normed * self.weight).to(hidden.dtype)
+        return normed.to(hidden.dtype) * self.weight
 
 
 def linear_groups(layer: Any) -> list[list[Any]]:

@@ -65,4 +65,5 @@ def load_pair(
         layers=config.layers,
         quantization=config.own_quantization,
         codes=loaded.codes,
+        compile=config.compile,
     )

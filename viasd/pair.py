@@ -117,6 +117,7 @@ def make_pair(
     layers: str = "auto",
     quantization: str | None = None,
     codes: Mapping[str, GroupCodes] | None = None,
+    compile: bool = False,
 ) -> Pair:
     """A pair from models that are already loaded. Nothing of them is changed unless `layers` or `quantization` asks for it.
 
@@ -132,6 +133,7 @@ def make_pair(
         layers: See `LayeredModel`. ``fused`` lays weights together in memory; values and `state_dict` stay as they are.
         quantization: ``int8`` or ``int4`` for the target, whose own weights are then taken away; see `viasd.quantized`.
         codes: 4-bit codes that the target's weights are known by, see `viasd.quantized.quantize`.
+        compile: Run passes of few tokens as compiled graphs; see `LayeredModel.compile`.
 
     Raises:
         TokenizerMismatchError: If the tokenizers disagree.
@@ -148,11 +150,18 @@ def make_pair(
         small, kind, usable = None, drafter, vocabulary_size(tokenizer, target_rows)
     else:
         usable = common_vocabulary(drafter_tokenizer or tokenizer, tokenizer, _logit_rows(drafter), target_rows)
-        small, kind = load_layered(drafter, kernel=kernel, vocabulary=usable, layers=layers), "model"
+        small = load_layered(drafter, kernel=kernel, vocabulary=usable, layers=layers, compile=compile)
+        kind = "model"
     return Pair(
         name=name or f"{kind if small is None else type(drafter).__name__} -> {identity}",
         target=load_layered(
-            target, kernel=kernel, vocabulary=usable, layers=layers, quantization=quantization, codes=codes
+            target,
+            kernel=kernel,
+            vocabulary=usable,
+            layers=layers,
+            quantization=quantization,
+            codes=codes,
+            compile=compile,
         ),
         tokenizer=tokenizer,
         drafter=small,

@@ -29,6 +29,7 @@ def load_layered(
     layers: str = "auto",
     quantization: str | None = None,
     codes: Mapping[str, GroupCodes] | None = None,
+    compile: bool = False,
 ) -> LayeredModel:
     """Wraps a model and probes it.
 
@@ -39,21 +40,23 @@ def load_layered(
         layers: See `LayeredModel`.
         quantization: ``int8`` or ``int4`` (see `viasd.quantized`), which takes the model's own weights away.
         codes: See `viasd.quantized.quantize`.
+        compile: See `LayeredModel.compile`. What is probed is the ordinary pass.
 
     Raises:
         UnsupportedModelError: If the model can't be driven layer by layer, naming what differs.
-        OptionError: See `LayeredModel` and `viasd.quantized.check_quantized`.
+        OptionError: See `LayeredModel`, `LayeredModel.compile` and `viasd.quantized.check_quantized`.
         LoadError: See `viasd.quantized.check_quantized`.
     """
-    if quantization is None:
-        layered = LayeredModel(model, kernel=kernel, vocabulary=vocabulary, layers=layers)
-        probe(layered)
-        return layered
-    check_quantized(quantization, layers, next(model.parameters()).device)
-    weights = quantize(model, quantization, codes)
-    layered = LayeredModel(model, kernel=kernel, vocabulary=vocabulary, weights=weights)
+    weights = None
+    if quantization is not None:
+        check_quantized(quantization, layers, next(model.parameters()).device)
+        weights, layers = quantize(model, quantization, codes), "auto"
+    layered = LayeredModel(model, kernel=kernel, vocabulary=vocabulary, layers=layers, weights=weights)
     probe(layered)
-    release(model, weights)
+    if weights is not None:
+        release(model, weights)
+    if compile:
+        layered.compile()
     return layered
 
 

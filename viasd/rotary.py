@@ -46,14 +46,19 @@ class RotaryTable:
     def rotation(self, step: Step, kind: str, device: torch.device) -> Rotation:
         """The rotation of a pass's tokens in layers of type `kind`."""
         end = max(start + segment.length for start, segment in zip(step.starts, step.segments, strict=True))
+        table = self.upto(end, kind, device)
+        if len(step.segments) == 1:
+            start = step.starts[0]
+            return Rotation(table.cos[start:], table.sin[start:])
+        positions = step.positions[0].to(device)
+        return Rotation(table.cos[positions], table.sin[positions])
+
+    def upto(self, end: int, kind: str, device: torch.device) -> Rotation:
+        """The rotation of the positions below `end`, in layers of type `kind`."""
         table = self._tables.get((kind, device))
         if table is None or table.cos.shape[0] < end:
             table = self._tables[kind, device] = self._table(end, kind, device)
-        if len(step.segments) == 1:
-            start = step.starts[0]
-            return Rotation(table.cos[start:end], table.sin[start:end])
-        positions = step.positions[0].to(device)
-        return Rotation(table.cos[positions], table.sin[positions])
+        return Rotation(table.cos[:end], table.sin[:end])
 
     def _table(self, end: int, kind: str, device: torch.device) -> Rotation:
         capacity = _FIRST_CAPACITY

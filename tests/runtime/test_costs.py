@@ -10,7 +10,7 @@ import viasd
 from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.runtime import costs
-from viasd.runtime.costs import CostTable, cost_table
+from viasd.runtime.costs import CostTable, cost_table, models_said
 from viasd.runtime.target import TieredTarget
 from viasd.testing import tiny_model
 
@@ -102,3 +102,9 @@ def test_a_slow_target_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TieredTarget, "full", full)
     assert cost_table(pair, None, 40, 5).full_seconds(6) > 0
     assert calls[0] == 2 * 4  # a warm-up and one timing of four sizes
+
+
+def test_compiled_passes_have_a_table_of_their_own() -> None:
+    pair, compiled = fresh(), fresh()
+    compiled.target.compile(backend="eager")
+    assert models_said(pair) != models_said(compiled)

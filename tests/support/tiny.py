@@ -53,6 +53,17 @@ def generate(pair: viasd.Pair, ids: Any, **options: Any) -> viasd.Result:
     return result
 
 
+class Counting:
+    """A backend of `torch.compile` that runs what was traced as it is, and counts the graphs."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        self.compiled += 1
+        return graph.forward
+
+
 # Every strategy that must reproduce the target alone, as options of `generate`.
 LOSSLESS: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "plain"},

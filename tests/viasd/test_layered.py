@@ -78,7 +78,7 @@ def test_several_sequences_in_one_pass_equal_each_alone(family: str) -> None:
 
 
 def test_captured_states_are_the_inputs_of_the_layers() -> None:
-    hf = model_of("qwen3")
+    hf = tiny_model("qwen3")  # its own: to output hidden states transformers leaves hooks on the model
     model = load_layered(hf)
     ids = random_ids(9)
     with torch.no_grad():
