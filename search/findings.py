@@ -201,7 +201,7 @@ def _beats_random(found: Findings, report: Mapping[Mask, Figures]) -> bool | Non
     best = found.random_best
     if not found.complete or best is None or best not in report or found.best not in report:
         return None
-    return rank(report[found.best], found.objective)[0] < rank(report[best], found.objective)[0]
+    return rank(report[found.best], found.objective) < rank(report[best], found.objective)
 
 
 def _tier(pair: Pair, config: SearchConfig, mask: LayerMask) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from viasd.mask import LayerMask
 from viasd.search.objective import Figures
-from viasd.search.proposals import Mask, mask_in
-from viasd.search.study import FIGURES, SLOT
+from viasd.search.proposals import FIGURES, Mask, mask_in
+from viasd.search.study import SLOT
 
 
 @dataclass(frozen=True)

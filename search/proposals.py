@@ -27,6 +27,7 @@ from viasd.routes import ATTENTION, MLP, Route
 Mask = tuple[int, ...]  # one entry a layer, or two (attention, MLP) where halves are searched: 1 keeps, 0 skips
 
 MASK_ATTR = "mask"
+FIGURES = "figures"
 _SKIPPED = "skipped"
 _NEAR = 0.5  # share of refinements that move a gap
 _GAPPED = 0.7  # share of the random masks that are drawn with few gaps
@@ -351,12 +352,13 @@ def done_or_pruned(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def front_of(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """The completed trials that no other one is at least as good as in every value (of equal ones the earliest).
+    """The completed trials that no other one is at least as good as in every value (of equal ones that of less KL).
 
     With one value a trial that is the best one alone.
     """
     front: list[FrozenTrial] = []
-    for trial in sorted(trials, key=lambda t: (t.values, t.number)):  # whatever is as good or better comes earlier
+    # Whatever is as good or better comes earlier; of equal cost (R is 0 where laws are merely close) the one of less KL.
+    for trial in sorted(trials, key=lambda t: (t.values, t.user_attrs.get(FIGURES, {}).get("kl", 0.0), t.number)):
         if not any(all(a <= b for a, b in zip(other.values, trial.values, strict=True)) for other in front):
             front.append(trial)
     return front

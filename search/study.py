@@ -19,10 +19,9 @@ from optuna.trial import FrozenTrial, TrialState
 from viasd.errors import OptionError
 from viasd.routes import Route
 from viasd.search.objective import Figures, Objective, rank, sound
-from viasd.search.proposals import MASK_ATTR, DimrSampler, Mask, mask_in, mask_text
+from viasd.search.proposals import FIGURES, MASK_ATTR, DimrSampler, Mask, mask_in, mask_text
 
 SLOT = "step"
-FIGURES = "figures"
 _WORKER = "worker"
 _STARTED = "started"
 _SETUP = "setup"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,22 +26,46 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIASD_CACHE", str(tmp_path))
 
 
+class Kept(Objective):
+    """Remembers every objective that a search makes."""
+
+    made: ClassVar[list[Objective]] = []
+
+    def __init__(self, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.made.append(self)
+
+
+@pytest.fixture
+def objectives(monkeypatch: pytest.MonkeyPatch) -> list[Objective]:
+    monkeypatch.setattr("viasd.search.run.Objective", Kept)
+    Kept.made.clear()
+    return Kept.made
+
+
 @pytest.mark.parametrize(("family", "rest"), [("llama", 0.0), ("gemma3", 0.0), ("llama", 0.01)])
-def test_layers_that_do_nothing_are_found_in_a_deep_target(family: str, rest: float) -> None:
+def test_layers_that_do_nothing_are_found_in_a_deep_target(
+    family: str, rest: float, objectives: list[Objective]
+) -> None:
     # With norms behind its halves, a layer of Gemma that adds a little of something adds all of it.
     model = redundant_model(IDLE, family, rest=rest, num_hidden_layers=16, scale=6.0)
     pair = viasd.make_pair(model, tokenizer())
-    outcome = search_mask(pair, SearchConfig(skip=len(IDLE) / 16, trials=120, tau=64, controls=120))
-    skipped = tuple(i for i, k in enumerate(outcome.mask.keep) if not k)
-    assert skipped == IDLE
+    outcome = search_mask(pair, SearchConfig(skip=len(IDLE) / 16, trials=200, tau=64, controls=200))
     details = outcome.mask.details
+    if rest:  # then another layer may happen to do even less on this text
+        known = objectives[0].evaluate(Route.of(i not in IDLE for i in range(16))).figures
+        assert (details["search"]["cost"], details["search"]["kl"]) <= (known["cost"], known["kl"])
+    else:
+        assert tuple(i for i, k in enumerate(outcome.mask.keep) if not k) == IDLE
+        assert details["report"]["kl"] == pytest.approx(0, abs=1e-4)
     assert details["report"]["cost"] == pytest.approx(0, abs=1e-4)
     assert details["report"]["agreement"] >= (0.95 if rest else 1)
     assert details["beats_random"] is True
-    assert details["controls"]["random_best"]["report"]["cost"] > details["report"]["cost"]
+    best = details["controls"]["random_best"]["report"]
+    assert (best["cost"], best["kl"]) > (details["report"]["cost"], details["report"]["kl"])
     # The layers' importance says the same on the whole.
-    known = {i: v for i, v in enumerate(outcome.importance) if v is not None}
-    assert fmean(known[i] for i in IDLE) < fmean(v for i, v in known.items() if i not in IDLE)
+    worth = {i: v for i, v in enumerate(outcome.importance) if v is not None}
+    assert fmean(worth[i] for i in IDLE) < fmean(v for i, v in worth.items() if i not in IDLE)
 
 
 def test_half_layers_that_do_nothing_are_found() -> None:
@@ -63,21 +87,15 @@ TIMES = PassTimes(plain=20.0, full=24.0, drafter=0.0, layer=1.4, attention=0.5, 
 
 
 @pytest.mark.parametrize("objective", ["time", "pareto"])
-def test_a_range_finds_how_many_layers_do_nothing(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Objective] = []
-
-    class Kept(Objective):
-        def __init__(self, *rest: Any) -> None:
-            super().__init__(*rest)
-            kept.append(self)
-
+def test_a_range_finds_how_many_layers_do_nothing(
+    objective: str, objectives: list[Objective], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("viasd.search.run.measure_passes", lambda *_: TIMES)  # the same on every machine
-    monkeypatch.setattr("viasd.search.run.Objective", Kept)
     model = redundant_model(IDLE, num_hidden_layers=16, scale=6.0)
     pair = viasd.make_pair(model, tokenizer())
     config = SearchConfig(skip_range=(0.1, 0.6), objective=objective, trials=160, tau=64, controls=40)
     details = search_mask(pair, config).mask.details
-    known = kept[0].evaluate(Route.of(i not in IDLE for i in range(16))).figures
+    known = objectives[0].evaluate(Route.of(i not in IDLE for i in range(16))).figures
     if objective == "time":
         # Not always by the very layers that do nothing: a first gap further up makes escalations cheaper.
         assert details["search"]["seconds_per_token"] <= known["seconds_per_token"]
