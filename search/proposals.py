@@ -134,8 +134,8 @@ class SearchSpace:
 
         Kinds of steps take turns at random, or the few masks of other sizes would hardly ever be tried. Steps that move,
         widen or narrow a gap are preferred to those that open a new one or cut one in two: a gap of several layers does
-        less harm than as many single ones (measured on SmolLM2 at 13 of 30 layers with 0.7 of the refinements of this kind:
-        the best of 150 masks cost 8 and 26 % less, two seeds). Not more than half of them, or scattered redundancy is missed.
+        less harm than as many single ones (measured on SmolLM2 at 13 of 30 layers with 0.7 of the refinements of this
+        kind: the best of 150 masks cost 8 and 26 % less, two seeds). Half of them, or scattered redundancy is missed.
         """
         kept = [u for u in self.units if mask[u]]
         skipped = {u for u in self.units if not mask[u]}
