@@ -7,6 +7,7 @@ from typing import Any
 
 from viasd.mask import LayerMask
 from viasd.runtime.display import mask_cells, mask_strip
+from viasd.search.config import COST
 from viasd.search.front import front_masks, skipped_layers
 from viasd.search.objective import SECONDS, SLIM
 from viasd.search.outcome import SearchOutcome
@@ -85,7 +86,8 @@ def random_verdict(details: Mapping[str, Any]) -> str:
         return f"on text it did not see, the mask beats the best of {n} random masks{by}{doubt}"
     if margin is not None and margin["mean"] == 0:
         return f"NOT BETTER THAN CHANCE: the best of {n} random masks is just as good, or the very same"
-    return f"NOT BETTER THAN CHANCE: on text the search did not see, the best of {n} random masks costs less{by}"
+    better = "costs less" if details.get("objective", COST) == COST else "is predicted to be as fast or faster"
+    return f"NOT BETTER THAN CHANCE: on text the search did not see, the best of {n} random masks {better}{by}"
 
 
 def front_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
