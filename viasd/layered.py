@@ -177,9 +177,11 @@ class LayeredModel:
         """
         found: list[Tensor] = []
         for layer, lean in zip(self.layers, self._lean, strict=True):
-            own = [t for t in (*layer.parameters(), *layer.buffers()) if not t.is_meta]
-            # The norms of a layer that is written out are its module's; its products may hold the weights in another form.
-            found += own if lean is None else [t for t in own if t.dim() == 1] + lean.tensors
+            if lean is None:
+                found += [*layer.parameters(), *layer.buffers()]
+            else:
+                # The norms are the module's; weights and biases may be held in another form, or laid together.
+                found += [p for name, p in layer.named_parameters() if "norm" in name] + lean.tensors
         found += list(self.decoder.norm.parameters())
         found += list(self._head.parameters()) if self._readout is None else self._readout[1].tensors
         return list({(t.data_ptr(), t.numel()): t for t in found}.values())

@@ -146,7 +146,8 @@ class _Maker:
             return
         config = self._config
         for gamma in STRICT_GAMMAS:
-            self._add(f"sd/gamma{gamma}", BASELINE, {"strategy": "sd", "mode": "lossless", "gamma": gamma}, None)
+            strict = {"strategy": "sd", "mode": "lossless", "draft_length": "fixed", "gamma": gamma}
+            self._add(f"sd/gamma{gamma}", BASELINE, strict, None)
         for alpha in LOSSY_ALPHAS:
             options = {"strategy": "lossy", "alpha": alpha, "gamma": config.gammas[0]}
             self._add(f"lossy/alpha{alpha:g}", BASELINE, options, None)

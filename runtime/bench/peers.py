@@ -28,7 +28,8 @@ class Peer:
         gamma: Drafted tokens per round.
 
     Raises:
-        OptionError: If assisted generation is asked for and the pair has no drafter model.
+        OptionError: If assisted generation is asked for and the pair has no drafter model, or the target was quantised to
+            int8 or int4 by us.
     """
 
     def __init__(self, pair: Pair, name: str, kind: str, config: BenchConfig, gamma: int) -> None:
@@ -36,6 +37,9 @@ class Peer:
             raise OptionError(
                 f"assisted generation needs a drafter model, and {pair.name} drafts by {pair.drafter_kind}"
             )
+        model: Any = pair.target.model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise OptionError("the target's own weights were freed when it was quantised, so transformers can't run it")
         drafting = {} if kind == "generate" else {"gamma": gamma}
         self.spec = MethodSpec(name, PEER, lossless=True, options={"peer": kind, **drafting})
         self._pair = pair
@@ -43,6 +47,9 @@ class Peer:
         self._gamma = gamma
         self._config = config
         self._options = self._generate_options()
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """See `Method`. A peer measures nothing."""
 
     def answer(self, ids: Sequence[int]) -> Answer:
         """See `Method`."""

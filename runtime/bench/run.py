@@ -98,7 +98,7 @@ class Bench:
                 name = method.spec.name
                 if name in errors:
                     continue
-                outcome = _tried(method, ids)
+                outcome = _tried(method, ids, first=repeat == 0)
                 if isinstance(outcome, Answer):
                     answers[name].append(outcome)
                 else:
@@ -155,9 +155,17 @@ def mismatch(pair: Pair, ids: Sequence[int], tokens: Sequence[int], plain: Seque
     }
 
 
-def _tried(method: Method, ids: Sequence[int]) -> Answer | str:
-    """An answer, or what went wrong: one method's failure on one prompt must not end the others' measurement."""
+def _tried(method: Method, ids: Sequence[int], *, first: bool = False) -> Answer | str:
+    """An answer, or what went wrong: one method's failure on one prompt must not end the others' measurement.
+
+    Args:
+        method: The method.
+        ids: The prompt.
+        first: Whether the method sees it for the first time.
+    """
     try:
+        if first:
+            method.prepare(ids)
         return method.answer(ids)
     except Exception as error:
         return _one_line(error)

@@ -224,10 +224,12 @@ def test_other_drafters_at_temperature_0_equal_transformers(name: str, kind: str
     assert result.mask == ("even:0.4" if name == "self-sd" else None)
 
 
-def test_a_vertical_cascade_asks_its_drafter_less_often() -> None:
+@pytest.mark.parametrize(("kind", "more"), [("same", {}), ("self", {"self_skip": 0.0})])
+def test_a_vertical_cascade_asks_its_drafter_less_often(kind: str, more: dict[str, Any]) -> None:
+    # The drafter says what the target says, so anything it misremembers is refused.
     ids = prompt_ids("ab ab ab ab ab ab ab ab")
     calls = {
-        name: generate(pair_of("llama", "same"), ids, strategy=name, max_new_tokens=60, **options).stats
+        name: generate(pair_of("llama", kind), ids, strategy=name, max_new_tokens=60, **options, **more).stats
         for name, options in (("sd", {"draft_length": "fixed"}), ("vertical", {}))
     }
     assert calls["vertical"].rejection_rate == calls["sd"].rejection_rate == 0

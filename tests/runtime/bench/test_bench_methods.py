@@ -5,17 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import hf_greedy, model_of, pair_of, prompt_ids
+from tiny import hf_greedy, model_of, pair_of, prompt_ids, tokenizer
 
+import viasd
 from viasd.errors import MaskError
 from viasd.mask import LayerMask
+from viasd.probe import load_layered
+from viasd.runtime import assembly
 from viasd.runtime.bench.config import BenchConfig
+from viasd.runtime.bench.costs import bytes_per_token
 from viasd.runtime.bench.dataset import Dataset, Item
 from viasd.runtime.bench.grid import Grid, make_grid, random_mask
 from viasd.runtime.bench.methods import Answer, MethodSpec
 from viasd.runtime.bench.peers import Peer
 from viasd.runtime.bench.records import ResultFile
 from viasd.runtime.bench.run import Bench
+from viasd.testing import tiny_model
 
 CONFIG = BenchConfig(max_new_tokens=20, ignore_eos=True)
 
@@ -58,7 +63,11 @@ class Fake:
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.spec = MethodSpec(name, "own", lossless=True)
+        self.prepared = 0
         self._calls = calls
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        self.prepared += 1
 
     def answer(self, ids: Sequence[int]) -> Answer:
         self._calls.append(self.spec.name)
@@ -76,6 +85,7 @@ def test_methods_take_turns_and_the_first_one_rotates() -> None:
     Bench(pair_of("llama"), config, Grid(methods), dataset, chat=False).run(ResultFile(None, {}, list(methods)))
     warm, first, second = "plain a b", "plain a b a b plain | | |", "a b plain b plain a | | |"
     assert " ".join(calls) == f"{warm} {first} {second}"
+    assert {m.prepared for m in methods.values()} == {2}  # once a prompt
 
 
 def test_a_guard_learns_from_prompt_to_prompt_but_not_from_repeats() -> None:
@@ -109,3 +119,33 @@ def test_a_mask_of_another_target_is_refused(tmp_path: Path) -> None:
     config = BenchConfig(strategies=("cascade",), masks=(str(tmp_path / "m.json"),))
     with pytest.raises(MaskError, match=r"has 30 layers, but .* has 8"):
         make_grid(pair_of("llama"), config)
+
+
+def test_pass_times_of_a_new_length_are_measured_before_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, ids = viasd.make_pair(model_of("llama"), tokenizer()), prompt_ids()
+    grid = make_grid(pair, BenchConfig(strategies=("plain", "sd"), peers=(), max_new_tokens=4))
+    pair.measured.clear()
+    asked: list[int] = []
+    usual = assembly.cost_table
+
+    def cost_table(*rest: Any) -> Any:
+        asked.append(len(pair.measured))
+        return usual(*rest)
+
+    monkeypatch.setattr(assembly, "cost_table", cost_table)
+    grid.methods["sd"].prepare(ids)
+    grid.methods["sd"].answer(ids)
+    assert asked == [0, 1]  # known by the time of the answer
+
+
+def test_transformers_is_left_out_where_it_has_no_weights_to_run() -> None:
+    pair = viasd.make_pair(tiny_model("llama"), tokenizer(), quantization="int8")
+    grid = make_grid(pair, BenchConfig(strategies=("plain",), peers=("generate", "lookup"), max_new_tokens=4))
+    assert list(grid.methods) == ["plain"]
+    assert sum("were freed when it was quantised" in note for note in grid.notes) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_bytes_a_pass_reads_are_those_of_the_model_fused_or_not(family: str) -> None:
+    bytes_of = [bytes_per_token(load_layered(tiny_model(family), layers=how)) for how in ("hf", "auto", "fused")]
+    assert bytes_of[1] == bytes_of[2] <= bytes_of[0] < bytes_of[1] + 4096  # rotary tables and scales may be buffers
