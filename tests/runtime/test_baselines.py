@@ -193,10 +193,21 @@ def test_cascades_of_drafters_are_lossless(make: Any, config: SamplingConfig) ->
     assert largest_error(law, target_law(Q, 2, config, 3)) < EXACT
 
 
-def test_what_a_vertical_cascade_proposes_has_the_drafters_law() -> None:
-    # Against a target with the drafter's own law nothing is ever refused.
-    law = decoded_law(vertical, TableTarget(P, P), 2, WARM, spare=1)
-    assert largest_error(law, target_law(P, 2, WARM, 3)) < EXACT
+@pytest.mark.parametrize("config", [WARM, SamplingConfig(temperature=0.7, repetition_penalty=1.5)])
+def test_what_a_vertical_cascade_proposes_has_the_drafters_law(config: SamplingConfig) -> None:
+    benches: list[Workbench] = []
+
+    def watched(bench: Workbench) -> tuple[Strategy, Any]:
+        benches.append(bench)
+        strategy, drafter = vertical(bench)
+        strategy._gamma = 4  # type: ignore[attr-defined]  # so that a draft is made of several guesses
+        return strategy, drafter
+
+    # Against a target with the drafter's own law nothing is ever refused, on no path.
+    law = decoded_law(watched, TableTarget(P, P), 4, config, spare=1)
+    assert largest_error(law, target_law(P, 4, config, 3)) < EXACT
+    assert all(bench.counters.kept == bench.counters.gated for bench in benches)
+    assert max(bench.counters.kept for bench in benches) >= 3
 
 
 def test_the_slim_verifier_alone_has_its_own_law() -> None:
