@@ -45,7 +45,7 @@ def _search(args: argparse.Namespace) -> int:
     config = config_from_args(args)
     screen = Screen(quiet=bool(args.quiet), color=not args.no_color)
     if args.plot is not None:
-        from viasd.search.plot import require_matplotlib
+        from viasd.runtime.figures import require_matplotlib
 
         require_matplotlib()
     if config.warning is not None:

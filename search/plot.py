@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import math
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from viasd.errors import OptionError
-from viasd.files import write_atomically
 from viasd.routes import PARTS
+from viasd.runtime.figures import require_matplotlib, save_figure
 from viasd.search.config import TIME
 from viasd.search.objective import SECONDS, SLIM
 from viasd.search.outcome import SearchOutcome
@@ -21,16 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _KEPT, _SKIPPED, _GREY = "#1f6f8b", "#e6e6e6", "#9a9a9a"
-
-
-def require_matplotlib() -> None:
-    """Checks that a figure can be drawn, before the work that it would show.
-
-    Raises:
-        OptionError: If matplotlib is missing.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("--plot needs matplotlib, which is not installed: pip install viasd[plot]")
 
 
 def unit_flags(outcome: SearchOutcome) -> list[bool]:
@@ -74,9 +60,7 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     for side in strip.spines.values():
         side.set_visible(False)
 
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    write_atomically(Path(path), buffer.getvalue(), OptionError)
+    save_figure(figure, path)
 
 
 def _draw_trace(axes: Axes, outcome: SearchOutcome) -> None:

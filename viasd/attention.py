@@ -136,10 +136,7 @@ class Step:
             end = segment.start + segment.length
             query = torch.arange(segment.start, end, device=device)[:, None]
             key = torch.arange(window_low(segment.start, window), end, device=device)[None]
-            cached = key <= query
-            if window is not None:
-                cached &= key > query - window
-            cached = cached.repeat(groups, 1)
+            cached = visible(query, key, window).repeat(groups, 1)
             self._masks[(index, window, groups, device)] = cached
         return cached
 
@@ -151,6 +148,12 @@ class Step:
             cached = like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
             self._biases[(index, window, groups, like.device)] = cached
         return cached
+
+
+def visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Which keys a query sees, by their positions: none after it, and only the last `window` up to it where there is one."""
+    causal = key <= query
+    return causal if window is None else causal & (key > query - window)
 
 
 def window_low(start: int, window: int | None) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from viasd.attention import Segment, Step, folded, written_out
+from viasd.attention import Segment, Step, folded, visible, written_out
 from viasd.buffers import BufferPool
 from viasd.errors import OptionError
 from viasd.lean import LeanLayer
@@ -93,8 +93,7 @@ class StaticPass:
     def _mask(self, window: int | None, capacity: int) -> Tensor:
         if window not in self._allowed:
             query, key = self._positions[:, None], torch.arange(capacity, device=self._positions.device)[None]
-            seen = key <= query
-            self._allowed[window] = seen if window is None else seen & (key > query - window)
+            self._allowed[window] = visible(query, key, window)
         return self._allowed[window]
 
     def _bias(self, window: int | None, query: Tensor, keys: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def _bench(args: argparse.Namespace, argv: Sequence[str]) -> int:
     dataset = load_dataset(args.dataset, args.limit)
     screen = Screen(quiet=bool(args.quiet), color=not args.no_color)
     if args.plot is not None:
-        from viasd.runtime.bench.plot import require_matplotlib
+        from viasd.runtime.figures import require_matplotlib
 
         require_matplotlib()
     # Whatever libraries print must not end up in the output.

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from viasd.errors import OptionError
-from viasd.files import write_atomically
+from viasd.runtime.figures import require_matplotlib, save_figure
 
 _OWN, _PEER, _BASELINE = "#1f6f8b", "#9a9a9a", "#d9a441"
-
-
-def require_matplotlib() -> None:
-    """Checks that a figure can be drawn, before the work that it would show.
-
-    Raises:
-        OptionError: If matplotlib is missing.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("--plot needs matplotlib, which is not installed: pip install viasd[plot]")
 
 
 def plot_summary(summary: Mapping[str, Any], path: str) -> None:
@@ -66,6 +52,4 @@ def plot_summary(summary: Mapping[str, Any], path: str) -> None:
             panels[1].legend(fontsize="small")
         panels[1].set(xlabel="tokens that are not the target's choice, %", ylabel="tokens/s")
 
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    write_atomically(Path(path), buffer.getvalue(), OptionError)
+    save_figure(figure, path)

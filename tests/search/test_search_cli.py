@@ -16,7 +16,7 @@ import viasd.load
 import viasd.mask
 import viasd.search.cli as cli
 from viasd.errors import WeightsError
-from viasd.search import plot
+from viasd.runtime import figures
 from viasd.search.scorer import Scorer
 from viasd.testing import byte_tokenizer, tiny_model
 
@@ -432,5 +432,5 @@ def test_figures_of_a_range_are_drawn(run: Run, folder: str, here: Path, objecti
 
 
 def test_a_missing_plot_extra_is_one_line_before_the_search(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
     assert "pip install viasd[plot]" in one_line(run("--plot", "p.png"))
