@@ -12,11 +12,14 @@ from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids
 from torch import Tensor
 
 from viasd.deferral import READS_DRAFTER, RULES, DeferralRule, lossy_law
-from viasd.draws import Draws
+from viasd.draws import Draws, SeededDraws
 from viasd.errors import OptionError
+from viasd.mask import LayerMask
+from viasd.routes import Route
 from viasd.rows import Rows
 from viasd.runtime import names
-from viasd.runtime.drafters import Draft, HorizontalDrafter, VerticalDrafter
+from viasd.runtime.drafters import Draft, HorizontalDrafter, SelfDrafter, VerticalDrafter
+from viasd.runtime.metrics import Counters
 from viasd.runtime.strategies import (
     DeferringDecoding,
     SlimAlone,
@@ -27,6 +30,7 @@ from viasd.runtime.strategies import (
     rule_law,
 )
 from viasd.runtime.strategies.deferring import TargetLaw
+from viasd.runtime.target import TieredTarget
 from viasd.sampling import Ahead, Sampler, SamplingConfig
 from viasd.testing import TableDrafter, TableTarget
 
@@ -254,12 +258,17 @@ def test_self_speculation_through_a_whole_mask_accepts_everything() -> None:
 
 
 def test_self_speculation_runs_half_layers() -> None:
-    from viasd.mask import LayerMask
-
-    mask = LayerMask((True, False, True, False, True, True, True, True), partial=((1, "mlp"), (3, "attention")))
-    ids = prompt_ids()
-    result = generate(pair_of("llama"), ids, strategy="self-sd", mask=mask)
-    assert result.token_ids == hf_greedy(model_of("llama"), ids, 40)
+    route = Route((True, False, True, False, True, True, True, True), ((1, "mlp"), (3, "attention")))
+    pair, ids = pair_of("llama"), prompt_ids()
+    mask = LayerMask(route.keep, partial=route.partial)
+    assert generate(pair, ids, strategy="self-sd", mask=mask).token_ids == hf_greedy(model_of("llama"), ids, 40)
+    with torch.inference_mode():
+        target, slim = (TieredTarget(pair.target, r, Counters()) for r in (None, route))
+        for each in (target, slim):
+            each.prefill(ids[:-1])
+        sampler = Sampler(GREEDY)
+        draft = SelfDrafter(target, route).propose(ids, 1, sampler.ahead(ids), SeededDraws(0))
+        torch.testing.assert_close(draft.logits[0], slim.slim(ids, 1)[0], rtol=1e-4, atol=1e-4)
 
 
 def greedy_by_rule(name: str, alpha: float, ids: list[int], n: int) -> list[int]:

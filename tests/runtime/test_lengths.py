@@ -5,7 +5,10 @@ import random
 
 import pytest
 
-from viasd.runtime.lengths import DraftLength, Shadow
+from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace, Shadow
+from viasd.runtime.metrics import Counters
+from viasd.sampling import Sampler, SamplingConfig
 
 CHEAP = [10.0, 12.0, 12.5, 12.5, 13.0, 13.0]  # a pass over 1 .. 6 tokens
 DEAR = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
@@ -92,3 +95,60 @@ def test_a_draft_that_was_not_sent_is_compared_with_what_follows() -> None:
     shadow.watch(2, [8])
     shadow.meet([8, 1, 1], lengths)
     assert lengths.chance(2, 0) > 0.74
+
+
+def test_a_drafter_that_did_not_pay_is_asked_again_after_a_while() -> None:
+    pace = ModelPace(taught(CHEAP, 0, 1))
+    asked = []
+    for _ in range(60):
+        asked.append(pace.limit([1], 5))
+        if asked[-1]:
+            pace.judged(0, 1)
+        else:
+            pace.passed([1])
+    assert asked.count(1) == 2
+    assert set(asked) == {0, 1}
+    assert pace.limit([1], 0) == 0
+
+
+class Watched(DraftLength):
+    def __init__(self) -> None:
+        super().__init__(3, 0.0, DEAR)  # never worth a pass
+        self.heard: list[tuple[int, int, int]] = []
+
+    def observe(self, label: int, kept: int, judged: int) -> None:
+        self.heard.append((label, kept, judged))
+
+
+def lookup_pace(lengths: DraftLength) -> tuple[LookupPace, LookupDrafter]:
+    drafter = LookupDrafter(Counters())
+    return LookupPace(lengths, drafter, Sampler(SamplingConfig())), drafter
+
+
+def test_what_lookup_would_have_said_is_followed_in_the_answer() -> None:
+    lengths = Watched()
+    pace, drafter = lookup_pace(lengths)
+    text = [1, 2, 3, 4, 5, 1, 2, 3]  # lookup matches 1 2 3 and would say 4 5 1
+    for following in (4, 5, 9):
+        drafter.settle(text)
+        assert pace.limit(text, 3) == 0
+        pace.passed([following])
+        text.append(following)
+    assert lengths.heard == [(3, 2, 3)]  # two came true, the third did not
+
+
+def test_a_draft_that_met_the_verifier_ends_what_was_followed() -> None:
+    lengths = Watched()
+    pace, drafter = lookup_pace(lengths)
+    text = [1, 2, 3, 4, 5, 1, 2, 3]
+    drafter.settle(text)
+    pace.limit(text, 3)
+    pace.judged(1, 2)
+    pace.passed([8])  # not compared with the draft of before
+    assert lengths.heard == [(3, 1, 2)]
+
+
+def test_without_a_match_lookup_has_no_block() -> None:
+    pace, drafter = lookup_pace(taught(CHEAP, 5, 5))
+    drafter.settle([1, 2, 3])
+    assert pace.limit([1, 2, 3], 5) == 0

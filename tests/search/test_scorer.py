@@ -176,7 +176,9 @@ def test_scoring_leaves_the_model_as_it_was() -> None:
 
 
 def test_drafted_tokens_get_the_ratio_of_the_gate() -> None:
-    scorer = Scorer(pair_of("llama").target, PASSAGES)
+    text = tuple(prompt_ids("a long text that says the same thing over and over, " * 5))
+    scorer = Scorer(pair_of("llama").target, [*PASSAGES, Passage(text, 90), Passage(text[:200], 100)])
+    assert scorer.groups > 1
     drafted = torch.arange(scorer.tokens) % 50
     score = scorer.score(ROUTE, drafted=drafted)
     with torch.inference_mode():
