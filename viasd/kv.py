@@ -95,6 +95,21 @@ class SequenceKV:
             views.append((grown[0], grown[1]))
         return views
 
+    def room(self, layer: int, start: int, end: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's buffers with room for positions below `end`, for a kernel that writes them itself.
+
+        Args:
+            layer: Index of the layer in the model.
+            start: First position that will be written; those below it are kept where a buffer has to grow.
+            end: Positions that must fit.
+            keys: Any tensor of the right heads, width, dtype and device, ``[H_kv, n, D]``.
+            values: Likewise.
+
+        Returns:
+            Keys ``[1, H_kv, C, D]`` and values ``[1, H_kv, C, D_v]``, contiguous.
+        """
+        return self._grown("keys", layer, end, start, keys), self._grown("values", layer, end, start, values)
+
     def _grown(self, what: str, layer: int, end: int, keep: int, like: Tensor) -> Tensor:
         """A layer's buffer with room for `end` positions, heads and dtype as those of `like` ``[..., H_kv, n, D]``."""
         buffers = self._keys if what == "keys" else self._values

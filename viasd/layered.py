@@ -21,6 +21,8 @@ from viasd.attention import ATTENTION_NAME, Segment, Step, attention
 from viasd.compiled import BACKEND, BUCKETS, Backend, CompiledSteps
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.fuse import fuse
+from viasd.kernels import build
+from viasd.kernels.native import NativeLayer, NativeReadout, layer_obstacle, product_obstacle
 from viasd.kv import SequenceKV
 from viasd.lean import LayerProducts, LeanLayer, Norm, obstacle, untouched
 from viasd.products import Dense, Product, padded
@@ -29,12 +31,15 @@ from viasd.rotary import RotaryTable, Rotation
 AttentionInterface.register(ATTENTION_NAME, attention)
 
 _KERNELS = ("auto", "sdpa", "eager")
-LAYERS = ("auto", "hf", "fused")
+LAYERS = ("auto", "hf", "fused", "native")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _GIVEN = {"hidden_states", "attention_mask", "position_embeddings", "position_ids", "cache", "past_key_values"}
 # Rotary embeddings whose frequencies depend on the sequence's length: keys already stored would go stale beyond it.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
+
+# What families do to their logits after the head.
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 # Held while a model's own modules run with our attention: another thread that restored the setting in the middle of it would
 # make them attend over the new keys alone.
@@ -60,9 +65,10 @@ class LayeredModel:
         model: A Hugging Face causal LM in eval mode whose decoder has ``embed_tokens, layers, norm, rotary_emb``.
         kernel: ``sdpa`` (fused attention), ``eager`` (written out), or ``auto`` (sdpa wherever the model allows it).
         vocabulary: Number of logit rows that stand for real tokens; padded rows beyond it are cut. None keeps all.
-        layers: ``auto`` runs layers of known families written out (`viasd.lean`), the others through their modules; ``hf``
-            runs all through their modules; ``fused`` writes all out with their weights laid together (`viasd.fuse`), and
-            refuses a model that has a layer which can't be.
+        layers: ``auto`` runs layers of known families written out (`viasd.lean`), on a CPU by kernels of our own where these
+            can be had (`viasd.kernels`), the others through their modules; ``hf`` runs all through their modules; ``fused``
+            writes all out with their weights laid together (`viasd.fuse`), without the kernels, and refuses a model that has
+            a layer which can't be; ``native`` refuses a model that has a layer which the kernels can't run.
         weights: Matrix products that stand for the linear layers (`viasd.quantized`); None takes the model's own.
 
     Raises:
@@ -102,6 +108,7 @@ class LayeredModel:
         rows = self._head.weight.shape[0] if hasattr(self._head, "weight") else self.config.vocab_size
         self.vocabulary = min(rows, vocabulary or rows)
         self._readout = None if layers == "hf" else self._own_readout(weights)
+        self._native_readout = self._readout_by_kernel()
         self._rotations = RotaryTable(self._rotary, self.context_length)
         self._compiled: CompiledSteps | None = None
 
@@ -131,7 +138,7 @@ class LayeredModel:
 
     @property
     def form(self) -> str:
-        """How its layers run, for provenance and for what is measured: `LeanLayer.form`, or ``hf``; several joined by +.
+        """How its layers run, for provenance and for what is measured: ``hf``, or the layer's `form`; several joined by +.
 
         ``, compiled`` is added where passes of few tokens are.
         """
@@ -152,7 +159,7 @@ class LayeredModel:
         Raises:
             OptionError: If a layer has to run through its module, or layers lie on several devices.
         """
-        lean = [layer for layer in self._lean if layer is not None]
+        lean = [layer.lean if isinstance(layer, NativeLayer) else layer for layer in self._lean if layer is not None]
         if len(lean) < self.n_layers:
             index = self._lean.index(None)
             reason = obstacle(self.layers[index]) or "layers='hf'"
@@ -275,8 +282,12 @@ class LayeredModel:
         Final norm, LM head, and what the family does to its logits (softcap, scale), in the model's own dtype as its
         own forward does; then cut to the common vocabulary and cast.
         """
-        if self._readout is None:
-            logits: Tensor = self._head(self.decoder.norm(hidden))[0]
+        if self._native_readout is not None and (done := self._native_readout(hidden)) is not None:
+            # What a family does to its logits is rounded as its own forward would round it.
+            changed = any(getattr(self.config, name, None) for name in _LOGIT_CHANGES)
+            logits: Tensor = done.to(self.dtype) if changed else done
+        elif self._readout is None:
+            logits = self._head(self.decoder.norm(hidden))[0]
         else:
             norm, head = self._readout
             logits = head(padded(norm(hidden[0]), head))[: hidden.shape[1]]
@@ -300,6 +311,14 @@ class LayeredModel:
         head = replaced or Dense(self._head.weight.detach(), self._head.bias)
         known = self._lean[-1] is not None and type(norm) is type(self.layers[-1].input_layernorm) and untouched(norm)
         return (Norm(norm) if known else norm), head
+
+    def _readout_by_kernel(self) -> NativeReadout | None:
+        if self._readout is None or not isinstance(self._lean[-1], NativeLayer):
+            return None
+        norm, head = self._readout
+        if not isinstance(norm, Norm) or product_obstacle(head) or len(head.matrices) != 1:
+            return None
+        return NativeReadout(norm, head, self.vocabulary, build.load())
 
     def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb
@@ -344,24 +363,42 @@ class LayeredModel:
 
 def _lean_layers(
     name: str, layers: Sequence[nn.Module], how: str, weights: ModelProducts | None
-) -> list[LeanLayer | None]:
+) -> list[LeanLayer | NativeLayer | None]:
     """Each layer written out, or None where its module has to run."""
     if how not in LAYERS:
         raise OptionError(f"layers must be one of {', '.join(LAYERS)}, but got '{how}'")
     if how == "hf":
         return [None] * len(layers)
     reasons = [obstacle(layer) for layer in layers]
-    if how == "fused":
-        if any(reasons):
-            index, reason = next((i, reason) for i, reason in enumerate(reasons) if reason)
-            raise UnsupportedModelError(f"{name}: layer {index} can't be fused: {reason}; use --layers auto")
-        if weights is None:
-            fuse(layers)
+    if how != "auto":
+        _all_can(name, reasons, "fused" if how == "fused" else "run by the CPU kernels")
+    if how == "fused" and weights is None:
+        fuse(layers)
     products = [None] * len(layers) if weights is None else weights.layers
-    return [
+    lean = [
         None if reason else LeanLayer(layer, made)
         for layer, reason, made in zip(layers, reasons, products, strict=True)
     ]
+    if how == "fused":
+        return list(lean)
+    reasons = [None if layer is None else layer_obstacle(layer) for layer in lean]
+    if how == "native":
+        if missing := build.why_missing():
+            raise UnsupportedModelError(f"layers='native' needs the CPU kernels, but {missing}; use --layers auto")
+        _all_can(name, reasons, "run by the CPU kernels")
+    elif all(layer is None or reason for layer, reason in zip(lean, reasons, strict=True)) or build.why_missing():
+        return list(lean)
+    library = build.load()
+    return [
+        layer if layer is None or reason else NativeLayer(layer, library)
+        for layer, reason in zip(lean, reasons, strict=True)
+    ]
+
+
+def _all_can(name: str, reasons: Sequence[str | None], what: str) -> None:
+    for index, reason in enumerate(reasons):
+        if reason:
+            raise UnsupportedModelError(f"{name}: layer {index} can't be {what}: {reason}; use --layers auto")
 
 
 def _attention_modules(layers: Sequence[nn.Module]) -> list[Any]:

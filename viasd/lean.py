@@ -49,60 +49,77 @@ class LayerProducts(NamedTuple):
     down: Product
 
 
+class LayerNorms(NamedTuple):
+    """The norms of a layer; None where its family has none there."""
+
+    before_attention: Norm
+    after_attention: Norm | None
+    before_mlp: Norm
+    after_mlp: Norm | None
+    query: Norm | None
+    key: Norm | None
+
+
 class LeanLayer:
     """One decoder layer as a function of ``hidden [1, N, d]``, a `Rotation` and a `Pass`.
 
     Args:
         layer: The module it stands for, without an `obstacle`.
         products: Its matrix products; None takes the module's weights as they are.
+
+    Attributes:
+        products: Its matrix products.
+        norms: Its norms.
+        activation: Between the products of the MLP.
+        index: Its place in the model.
+        inner: Width of the MLP.
+        heads: Query heads.
+        kv_heads: Heads of keys and values.
+        head_dim: Width of a head.
+        scaling: Factor on attention scores.
+        window: Last positions that a query sees, None for all.
+        softcap: Bound of the attention scores, None for none.
     """
 
     def __init__(self, layer: Any, products: LayerProducts | None = None) -> None:
         attn, mlp = layer.self_attn, layer.mlp
-        made = products or LayerProducts(*(dense(modules) for modules in linear_groups(layer)))
-        self._qkv, self._out, self._gate_up, self._down = made
-        self._activation = mlp.act_fn
-        self._inner: int = mlp.gate_proj.weight.shape[0]
-        self._index: int = attn.layer_idx
-        self._head_dim: int = attn.head_dim
-        self._heads: int = attn.q_proj.weight.shape[0] // attn.head_dim
-        self._rotated: int = self._heads + attn.k_proj.weight.shape[0] // attn.head_dim  # queries and keys
-        self._scaling: float = attn.scaling
+        self.products = products or LayerProducts(*(dense(modules) for modules in linear_groups(layer)))
+        self.activation = mlp.act_fn
+        self.inner: int = mlp.gate_proj.weight.shape[0]
+        self.index: int = attn.layer_idx
+        self.head_dim: int = attn.head_dim
+        self.heads: int = attn.q_proj.weight.shape[0] // attn.head_dim
+        self.kv_heads: int = attn.k_proj.weight.shape[0] // attn.head_dim
+        self.scaling: float = attn.scaling
         # Mistral reads the window from its config on every call, the others keep it on the module.
         holder = attn if hasattr(attn, "sliding_window") else attn.config
         windowed = type(layer).__name__ != "LlamaDecoderLayer"
-        self._window: int | None = getattr(holder, "sliding_window", None) if windowed else None
-        self._softcap: float | None = getattr(attn, "attn_logit_softcapping", None)
-        self._before_attention = Norm(layer.input_layernorm)
+        self.window: int | None = getattr(holder, "sliding_window", None) if windowed else None
+        self.softcap: float | None = getattr(attn, "attn_logit_softcapping", None)
         sandwich = type(layer).__name__ in _SANDWICH
-        self._after_attention = Norm(layer.post_attention_layernorm) if sandwich else None
-        self._before_mlp = Norm(layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm)
-        self._after_mlp = Norm(layer.post_feedforward_layernorm) if sandwich else None
-        self._query_norm = Norm(attn.q_norm) if getattr(attn, "q_norm", None) is not None else None
-        self._key_norm = Norm(attn.k_norm) if getattr(attn, "k_norm", None) is not None else None
+        self.norms = LayerNorms(
+            Norm(layer.input_layernorm),
+            Norm(layer.post_attention_layernorm) if sandwich else None,
+            Norm(layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm),
+            Norm(layer.post_feedforward_layernorm) if sandwich else None,
+            Norm(attn.q_norm) if getattr(attn, "q_norm", None) is not None else None,
+            Norm(attn.k_norm) if getattr(attn, "k_norm", None) is not None else None,
+        )
 
     @property
     def form(self) -> str:
         """Kind of its matrix products: ``dense`` (laid together), ``sidebyside``, ``int8``, ``int4``."""
-        return type(self._qkv).__name__.lower()
+        return type(self.products.qkv).__name__.lower()
 
     @property
     def tensors(self) -> list[Tensor]:
         """What its products have to read."""
-        return [tensor for made in (self._qkv, self._out, self._gate_up, self._down) for tensor in made.tensors]
+        return [tensor for made in self.products for tensor in made.tensors]
 
     @property
     def constants(self) -> list[Tensor]:
         """Every tensor that it reads: those of its products and the weights of its norms."""
-        norms = (
-            self._before_attention,
-            self._after_attention,
-            self._before_mlp,
-            self._after_mlp,
-            self._query_norm,
-            self._key_norm,
-        )
-        return [*self.tensors, *(norm.weight for norm in norms if norm is not None)]
+        return [*self.tensors, *(norm.weight for norm in self.norms if norm is not None)]
 
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Pass, part: str | None = None) -> Tensor:
         """Runs the layer, or one half of it; its keys and values are stored where `step` says.
@@ -113,32 +130,34 @@ class LeanLayer:
             step: The pass.
             part: ``attention`` or ``mlp`` for that half alone, None for both.
         """
-        rows = hidden[0]
+        rows, norms = hidden[0], self.norms
         if part != MLP:
-            out = self._attention(self._before_attention(rows), rotation, step)
-            rows = rows + (out if self._after_attention is None else self._after_attention(out))
+            out = self._attention(norms.before_attention(rows), rotation, step)
+            rows = rows + (out if norms.after_attention is None else norms.after_attention(out))
         if part != ATTENTION:
-            out = self._mlp(self._before_mlp(rows))
-            rows = rows + (out if self._after_mlp is None else self._after_mlp(out))
+            out = self._mlp(norms.before_mlp(rows))
+            rows = rows + (out if norms.after_mlp is None else norms.after_mlp(out))
         return rows[None]
 
     def _mlp(self, rows: Tensor) -> Tensor:
-        both = self._gate_up(padded(rows, self._gate_up))
-        inner = self._activation(both[:, : self._inner]) * both[:, self._inner :]
-        return self._down(padded(inner, self._down))[: rows.shape[0]]
+        gate_up, down = self.products.gate_up, self.products.down
+        both = gate_up(padded(rows, gate_up))
+        inner = self.activation(both[:, : self.inner]) * both[:, self.inner :]
+        return down(padded(inner, down))[: rows.shape[0]]
 
     def _attention(self, rows: Tensor, rotation: Rotation, step: Pass) -> Tensor:
-        n, heads = rows.shape[0], self._heads
+        n, heads, rotated = rows.shape[0], self.heads, self.heads + self.kv_heads
+        qkv_product, out_product = self.products.qkv, self.products.out
         # Contiguous, because fused attention takes nothing else.
-        qkv = self._qkv(padded(rows, self._qkv))[:n].contiguous().view(n, -1, self._head_dim)  # [n, H + 2 H_kv, D]
-        both, value = qkv[:, : self._rotated], qkv[:, self._rotated :]
-        if self._query_norm is not None and self._key_norm is not None:
-            both = torch.cat((self._query_norm(both[:, :heads]), self._key_norm(both[:, heads:])), dim=1)
+        qkv = qkv_product(padded(rows, qkv_product))[:n].contiguous().view(n, -1, self.head_dim)  # [n, H + 2 H_kv, D]
+        both, value = qkv[:, :rotated], qkv[:, rotated:]
+        if self.norms.query is not None and self.norms.key is not None:
+            both = torch.cat((self.norms.query(both[:, :heads]), self.norms.key(both[:, heads:])), dim=1)
         both = rotation(both)
         query = both[:, :heads].transpose(0, 1)[None]
         keys, values = both[:, heads:].transpose(0, 1), value.transpose(0, 1)
-        out = step.attended(self._index, query, keys, values, self._scaling, self._window, self._softcap).reshape(n, -1)
-        return self._out(padded(out, self._out))[:n]
+        out = step.attended(self.index, query, keys, values, self.scaling, self.window, self.softcap).reshape(n, -1)
+        return out_product(padded(out, out_product))[:n]
 
 
 class Norm:
@@ -149,20 +168,22 @@ class Norm:
 
     Attributes:
         weight: What the normed value is multiplied by.
+        eps: Added to the mean square.
+        offset: Whether the product is rounded once (Gemma), instead of the normed value first.
     """
 
     def __init__(self, norm: Any) -> None:
-        self._eps: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        self.eps: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
         weight = norm.weight.detach()
         # Gemma scales by 1 + w, computed in fp32 and rounded once; the others by w, after rounding the normed value.
-        self._offset = type(norm).__name__.startswith("Gemma")
-        self.weight: Tensor = weight.float() + 1.0 if self._offset else weight
+        self.offset = type(norm).__name__.startswith("Gemma")
+        self.weight: Tensor = weight.float() + 1.0 if self.offset else weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., d]`` -> the same, in the same dtype."""
         wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        if self._offset:
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset:
             return (normed * self.weight).to(hidden.dtype)
         return normed.to(hidden.dtype) * self.weight
 

@@ -11,13 +11,35 @@ the same bits (found on every shape tried). Beyond that they are about equally f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 _FEW_ROWS = 32
+
+
+class Matrix(NamedTuple):
+    """A matrix as a kernel of our own reads it; see `viasd.kernels`.
+
+    Attributes:
+        kind: ``dense``, ``int8`` or ``int4``.
+        weight: ``[o, k]``; int4: ``[o, k / 2]`` bytes, of which the low halves are the first 16 weights of a group of 32.
+        scale: int8: ``[o]``; int4: ``[o, k / 32]``.
+        zero: int4: ``[o, k / 32]``.
+        bias: ``[o]``, or None.
+    """
+
+    kind: str
+    weight: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    bias: Tensor | None = None
+
+    def rows(self, start: int, end: int) -> Matrix:
+        """Some of its rows, as views."""
+        return Matrix(self.kind, *(None if t is None else t[start:end] for t in self[1:]))  # type: ignore[arg-type]
 
 
 class Product(Protocol):
@@ -32,6 +54,11 @@ class Product(Protocol):
     @property
     def tensors(self) -> Sequence[Tensor]:
         """What it has to read: weights as they are stored, scales, biases."""
+        ...
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """Its matrices one under the other, for kernels of our own; none if they are stored in a form of torch's."""
         ...
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -53,6 +80,11 @@ class Dense:
         """See `Product`."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """See `Product`."""
+        return [Matrix("dense", self.weight, bias=self.bias)]
+
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""
         if not self._weight_first or rows.shape[0] > _FEW_ROWS:
@@ -73,6 +105,11 @@ class SideBySide:
     def tensors(self) -> Sequence[Tensor]:
         """See `Product`."""
         return [tensor for product in self._products for tensor in product.tensors]
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """See `Product`."""
+        return [matrix for product in self._products for matrix in product.matrices]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from viasd.errors import LoadError, OptionError, UnsupportedModelError
 from viasd.layered import ModelProducts, find_decoder
 from viasd.lean import LayerProducts, linear_groups, obstacle
-from viasd.products import Product, dense
+from viasd.products import Matrix, Product, dense
 
 QUANTIZED = ("int8", "int4")
 #: Weights that share a scale in int4: the size of GGUF's blocks, and the smallest that torch's product knows.
@@ -74,6 +74,11 @@ class Int8:
         """See `Product`."""
         return [t for t in (self._codes, self._scale, self._bias) if t is not None]
 
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """See `Product`."""
+        return [Matrix("int8", self._codes, self._scale, bias=self._bias)]
+
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""
         out = torch._weight_int8pack_mm(rows.contiguous(), self._codes, self._scale)
@@ -100,6 +105,11 @@ class Int4:
     def tensors(self) -> Sequence[Tensor]:
         """See `Product`."""
         return [t for t in (self._packed, self._scales, self._bias) if t is not None]
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """See `Product`; none, because the weights are packed as torch's product wants them."""
+        return []
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""

@@ -1,0 +1,347 @@
+"""Layers, products and the readout by the kernels in ``decode.cpp``: for passes of few tokens on a CPU, in fp32 and bf16.
+
+A row's result does not depend on how many rows travel together. So a verifier pass over a block says bit for bit what
+one-token passes would have said, and lossless decoding equals plain decoding token for token in bf16 as well, as long as
+no pass has more than `MOST_TOKENS` tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from viasd.attention import Step
+from viasd.errors import ViasdError
+from viasd.lean import LeanLayer, Norm
+from viasd.products import Matrix, Product
+from viasd.rotary import Rotation
+
+#: A pass of more tokens runs through torch: from here on computing takes longer than reading the weights.
+MOST_TOKENS = 32
+
+_MOST_DIM = 512  # as in decode.cpp
+_KINDS = {"int8": 2, "int4": 3}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
+_PARTS = {None: 0, "attention": 1, "mlp": 2}
+
+
+class KernelError(ViasdError):
+    """A kernel had no memory to work in."""
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("zero", c_void_p),
+        ("bias", c_void_p),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("kind", c_int64),
+    )
+
+
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_double), ("offset", c_int64))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("qkv", _Matrix * 3),
+        *((name, _Matrix) for name in ("out", "gate", "up", "down")),
+        *((name, _Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
+        *((name, c_int64) for name in ("width", "inner", "heads", "kv_heads", "head_dim", "window")),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("activation", c_int64),
+        ("half", c_int64),
+    )
+
+
+class _Segment(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("capacity", c_int64),
+        ("start", c_int64),
+        ("length", c_int64),
+    )
+
+
+class _Call(Structure):
+    _fields_ = (
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("segments", POINTER(_Segment)),
+        ("n_segments", c_int64),
+        ("rows", c_int64),
+        ("threads", c_int64),
+        ("part", c_int64),
+    )
+
+
+class _Readout(Structure):
+    _fields_ = (("head", _Matrix), ("norm", _Norm), ("width", c_int64), ("half", c_int64))
+
+
+class _Plain(Structure):
+    _fields_ = (
+        ("matrices", POINTER(_Matrix)),
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("count", c_int64),
+        ("rows", c_int64),
+        ("threads", c_int64),
+        ("half", c_int64),
+    )
+
+
+class NativeLayer:
+    """A `LeanLayer` whose passes of few tokens run in one call.
+
+    Args:
+        lean: The layer, without a `layer_obstacle`. It runs what the kernel does not: longer passes, and passes that are
+            differentiated.
+        library: The kernels.
+    """
+
+    def __init__(self, lean: LeanLayer, library: ctypes.CDLL) -> None:
+        self.lean = lean
+        self._run = library.viasd_layer
+        self._held: list[Tensor] = []  # whose addresses the kernel knows
+        made, norms = lean.products, lean.norms
+        qkv = made.qkv.matrices
+        gate, up = _halves(made.gate_up.matrices, lean.inner)
+        weight = norms.before_attention.weight
+        self._dtype = _activations(made)
+        self._layer = _Layer(
+            (_Matrix * 3)(*(self._matrix(matrix) for matrix in qkv)),
+            *(self._matrix(matrix) for matrix in (made.out.matrices[0], gate, up, made.down.matrices[0])),
+            *(self._norm(norm) for norm in norms),
+            weight.shape[0],
+            lean.inner,
+            lean.heads,
+            lean.kv_heads,
+            lean.head_dim,
+            lean.window or 0,
+            lean.scaling,
+            lean.softcap or 0.0,
+            _ACTIVATIONS[type(lean.activation).__name__],
+            _DTYPES[self._dtype],
+        )
+        self._stored = torch.empty(lean.kv_heads, 1, lean.head_dim, dtype=self._dtype)
+
+    @property
+    def form(self) -> str:
+        """``native``, and the kind of its weights where they are quantised."""
+        kind = self.lean.products.qkv.matrices[0].kind
+        return "native" if kind == "dense" else f"native {kind}"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """See `LeanLayer`."""
+        return self.lean.tensors
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
+        """See `LeanLayer`."""
+        n = hidden.shape[1]
+        if n > MOST_TOKENS or step.kernel != "sdpa" or hidden.dtype != self._dtype or hidden.requires_grad:
+            return self.lean(hidden, rotation, step, part)
+        index = self.lean.index
+        step.windows[index] = self.lean.window
+        segments = (_Segment * len(step.segments))()
+        for place, segment in zip(segments, step.segments, strict=True):
+            end = segment.start + segment.length
+            keys, values = segment.kv.room(index, segment.start, end, self._stored, self._stored)
+            place.keys, place.values, place.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+            place.start, place.length = segment.start, segment.length
+        entered = hidden.contiguous()
+        out = torch.empty_like(entered)
+        call = _Call(
+            entered.data_ptr(),
+            out.data_ptr(),
+            rotation.cos.data_ptr(),
+            rotation.sin.data_ptr(),
+            segments,
+            len(segments),
+            n,
+            torch.get_num_threads(),
+            _PARTS[part],
+        )
+        _check(self._run(byref(self._layer), byref(call)))
+        return out
+
+    def _matrix(self, matrix: Matrix) -> _Matrix:
+        self._held += [t for t in matrix[1:] if isinstance(t, Tensor)]
+        return _described(matrix)
+
+    def _norm(self, norm: Norm | None) -> _Norm:
+        made, kept = _norm_of(norm)
+        self._held += kept
+        return made
+
+
+class NativeReadout:
+    """Final norm and LM head in one call.
+
+    Args:
+        norm: The norm.
+        head: The head, of one matrix.
+        rows: Logit rows that are wanted, from the first on.
+        library: The kernels.
+    """
+
+    def __init__(self, norm: Norm, head: Product, rows: int, library: ctypes.CDLL) -> None:
+        matrix = head.matrices[0].rows(0, rows)
+        self._run = library.viasd_readout
+        self._rows = rows
+        self._dtype = _dtype_of(matrix)
+        made, kept = _norm_of(norm)
+        self._held = [*kept, *matrix[1:]]
+        self._readout = _Readout(_described(matrix), made, norm.weight.shape[0], _DTYPES[self._dtype])
+
+    def __call__(self, hidden: Tensor) -> Tensor | None:
+        """Hidden states ``[1, n, d]`` -> logits ``[n, rows]`` in fp32; None for a pass that has to run through torch."""
+        n = hidden.shape[1]
+        if n > MOST_TOKENS or hidden.dtype != self._dtype or hidden.requires_grad:
+            return None
+        entered = hidden.contiguous()
+        logits = torch.empty(n, self._rows, dtype=torch.float32)
+        threads = torch.get_num_threads()
+        address = c_void_p(entered.data_ptr()), c_void_p(logits.data_ptr())
+        _check(self._run(byref(self._readout), *address, c_int64(n), c_int64(threads)))
+        return logits
+
+
+class NativeInt4:
+    """A product with 4-bit weights in the order in which our kernel reads them.
+
+    Args:
+        codes: ``[o, k]``, 0 to 15, uint8; k a multiple of 32.
+        scale: ``[o, k / 32]`` in the dtype of the rows.
+        zero: The same; a weight is ``(code - 8) * scale + zero``.
+        bias: ``[o]`` or None.
+        library: The kernels.
+    """
+
+    least_rows = 1
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+        halves = codes.unflatten(1, (-1, 2, 16))
+        packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
+        self._matrix = Matrix("int4", packed, scale.contiguous(), zero.contiguous(), bias)
+        self._library = library
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See `viasd.products.Product`."""
+        return [t for t in self._matrix[1:] if isinstance(t, Tensor)]
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """See `viasd.products.Product`."""
+        return [self._matrix]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See `viasd.products.Product`. Many rows are multiplied with the weights that the codes stand for."""
+        if rows.shape[0] <= MOST_TOKENS:
+            return multiplied(rows, [self._matrix], self._library)
+        return torch.nn.functional.linear(rows, self.weights(), self._matrix.bias)
+
+    def weights(self) -> Tensor:
+        """The weights that the codes stand for, ``[o, k]`` in the dtype of the scales."""
+        matrix = _described(self._matrix)
+        dtype = _dtype_of(self._matrix)
+        out = torch.empty(matrix.rows, matrix.cols, dtype=dtype)
+        threads = c_int64(torch.get_num_threads())
+        _check(self._library.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
+        return out
+
+
+def multiplied(rows: Tensor, matrices: Sequence[Matrix], library: ctypes.CDLL) -> Tensor:
+    """Rows ``[n, k]`` times matrices of k columns, results side by side, ``[n, o]``."""
+    rows = rows.contiguous()
+    out = rows.new_empty(rows.shape[0], sum(matrix.weight.shape[0] for matrix in matrices))
+    described = (_Matrix * len(matrices))(*(_described(matrix) for matrix in matrices))
+    call = _Plain(
+        described,
+        rows.data_ptr(),
+        out.data_ptr(),
+        len(matrices),
+        rows.shape[0],
+        torch.get_num_threads(),
+        _DTYPES[rows.dtype],
+    )
+    _check(library.viasd_product(byref(call)))
+    return out
+
+
+def layer_obstacle(lean: LeanLayer) -> str | None:
+    """Why a layer can't run by the kernels, None where it can."""
+    activation = type(lean.activation).__name__
+    if activation not in _ACTIVATIONS:
+        return f"its activation is {activation}"
+    if any(tensor.device.type != "cpu" for tensor in lean.constants):
+        return "it is not on a CPU"
+    for product in lean.products:
+        if reason := product_obstacle(product):
+            return reason
+    if len(lean.products.qkv.matrices) > 3 or len(lean.products.gate_up.matrices) > 2:
+        return "its weights are in too many pieces"
+    if lean.head_dim > _MOST_DIM:
+        return f"its heads are {lean.head_dim} wide"
+    return None if _activations(lean.products) in _DTYPES else f"its dtype is {_activations(lean.products)}"
+
+
+def product_obstacle(product: Product) -> str | None:
+    """Why a product can't run by the kernels, None where it can."""
+    if not product.matrices:
+        return "its weights are stored in a form of torch's"
+    for matrix in product.matrices:
+        if _dtype_of(matrix) not in _DTYPES:
+            return f"its dtype is {_dtype_of(matrix)}"
+        if any(isinstance(t, Tensor) and not t.is_contiguous() for t in matrix[1:]):
+            return "its weights are not contiguous"
+    return None
+
+
+def _activations(products: Sequence[Product]) -> torch.dtype:
+    return _dtype_of(products[0].matrices[0])
+
+
+def _dtype_of(matrix: Matrix) -> torch.dtype:
+    """Of the rows that it takes."""
+    return matrix.weight.dtype if matrix.scale is None else matrix.scale.dtype
+
+
+def _halves(matrices: Sequence[Matrix], inner: int) -> tuple[Matrix, Matrix]:
+    if len(matrices) == 2:
+        return matrices[0], matrices[1]
+    return matrices[0].rows(0, inner), matrices[0].rows(inner, 2 * inner)
+
+
+def _described(matrix: Matrix) -> _Matrix:
+    rows, cols = matrix.weight.shape
+    kind = _KINDS.get(matrix.kind, _DTYPES.get(matrix.weight.dtype))
+    addresses = (None if t is None else t.data_ptr() for t in (matrix.weight, matrix.scale, matrix.zero, matrix.bias))
+    return _Matrix(*addresses, rows, cols * 2 if matrix.kind == "int4" else cols, kind)
+
+
+def _norm_of(norm: Norm | None) -> tuple[_Norm, list[Tensor]]:
+    if norm is None:
+        return _Norm(None, 0.0, 0), []
+    weight = norm.weight.float().contiguous()
+    return _Norm(weight.data_ptr(), norm.eps, int(norm.offset)), [weight]
+
+
+def _check(failed: Any) -> None:
+    if failed:
+        raise KernelError("there was no memory for a pass of few tokens; free some, or use --layers fused")
