@@ -48,7 +48,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     models.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
     models.add_argument("--quantization", metavar="NAME", help="of the target: int8, int4 (CPU), or e.g. bnb-4bit")
     models.add_argument(
-        "--layers", choices=("auto", "hf", "fused"), help="decoder layers: written out and fused, or transformers' own"
+        "--layers",
+        choices=("auto", "hf", "fused", "native"),
+        help="decoder layers: transformers' own, written out, or by our CPU kernels (default: the fastest that fits)",
     )
     models.add_argument(
         "--compile", action="store_true", default=None, help="run passes of few tokens as compiled graphs (for GPUs)"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from viasd.errors import OptionError
 from viasd.fuse import fuse
+from viasd.kernels import build
 from viasd.layered import find_decoder
 from viasd.loading import LoadConfig, load_pair_models
 from viasd.pair import Pair, make_pair
@@ -48,7 +49,9 @@ def load_pair(
         else parse_pair(DEFAULT_PAIR if pair is None else pair, base=base)
     )
     loaded = load_pair_models(wanted, config, say)
-    if config.layers == "auto":
+    if config.layers in ("auto", "native") and loaded.device == "cpu" and (missing := build.why_missing(say)):
+        say(f"passes of few tokens run through torch, which is slower: {missing}")
+    if config.layers in ("auto", "native"):
         # These models are ours alone, so their weights may be laid together wherever they allow it.
         for model in (loaded.drafter, None if config.own_quantization else loaded.target):
             if model is not None:

@@ -1,4 +1,4 @@
-"""Weight-only 8 and 4 bits for the written-out layers on a CPU, by torch's own packed products.
+"""Weight-only 8 and 4 bits for the written-out layers on a CPU, by our own kernels or by torch's packed products.
 
 The quantised model is one model for all tiers: drafting with skipped layers, the slim verifier and the full verifier run
 the same quantised weights. *Lossless* is therefore relative to the quantised target, which is another model than the
@@ -13,6 +13,7 @@ its product is faster than the int8 one.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from viasd.errors import LoadError, OptionError, UnsupportedModelError
+from viasd.kernels import build
+from viasd.kernels.native import NativeInt4
 from viasd.layered import ModelProducts, find_decoder
 from viasd.lean import LayerProducts, linear_groups, obstacle
 from viasd.products import Matrix, Product, dense
@@ -86,7 +89,7 @@ class Int8:
 
 
 class Int4:
-    """A product with 4-bit weights.
+    """A product with 4-bit weights by torch, where our kernels can't be had.
 
     Args:
         groups: The weights; o a multiple of 16, k of 32.
@@ -154,7 +157,9 @@ def check_quantized(name: str, layers: str, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def quantize(model: Any, name: str, known: Mapping[str, GroupCodes] | None = None) -> ModelProducts:
+def quantize(
+    model: Any, name: str, known: Mapping[str, GroupCodes] | None = None, *, kernels: bool = True
+) -> ModelProducts:
     """Quantises the linear layers of a model.
 
     The model's own weights are overwritten with what the codes stand for, so that its forward is the reference for the
@@ -164,11 +169,13 @@ def quantize(model: Any, name: str, known: Mapping[str, GroupCodes] | None = Non
         model: A Hugging Face causal LM on a CPU, which nobody else uses.
         name: ``int8`` or ``int4``.
         known: Codes of some weights by the parameter's name, taken as they are in int4.
+        kernels: Whether int4 weights are laid out for our own kernels, where these can be had (`viasd.kernels`).
 
     Raises:
         UnsupportedModelError: If a layer can't be written out.
     """
     decoder = find_decoder(model)
+    library = build.load() if kernels and build.why_missing() is None else None
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     made = []
     for index, layer in enumerate(decoder.layers):
@@ -177,10 +184,14 @@ def quantize(model: Any, name: str, known: Mapping[str, GroupCodes] | None = Non
                 f"{type(model).__name__}: layer {index} can't be quantised to {name}: {reason}; use a back-end "
                 f"such as torchao-{name}"
             )
-        made.append(LayerProducts(*(_product(group, name, names, known or {}) for group in linear_groups(layer))))
+        made.append(
+            LayerProducts(*(_product(group, name, names, known or {}, library) for group in linear_groups(layer)))
+        )
     head = model.get_output_embeddings()
     shared = head.weight is decoder.embed_tokens.weight
-    return ModelProducts(made, None if shared or type(head) is not nn.Linear else _product([head], "int8", names, {}))
+    return ModelProducts(
+        made, None if shared or type(head) is not nn.Linear else _product([head], "int8", names, {}, library)
+    )
 
 
 def release(model: Any, products: ModelProducts) -> None:
@@ -194,19 +205,25 @@ def release(model: Any, products: ModelProducts) -> None:
         groups.append([model.get_output_embeddings()])
         made.append(products.head)
     for group, product in zip(groups, made, strict=True):
-        if isinstance(product, Int8 | Int4):
+        if isinstance(product, Int8 | Int4 | NativeInt4):
             for module in group:
                 module.weight = nn.Parameter(module.weight.detach().to("meta"), requires_grad=False)
 
 
-def _product(modules: Sequence[Any], name: str, names: Mapping[int, str], known: Mapping[str, GroupCodes]) -> Product:
+def _product(
+    modules: Sequence[Any],
+    name: str,
+    names: Mapping[int, str],
+    known: Mapping[str, GroupCodes],
+    library: ctypes.CDLL | None,
+) -> Product:
     weights = [module.weight for module in modules]
     inputs, outputs = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
     biases = [module.bias for module in modules]
     if inputs % _INPUTS or (any(b is None for b in biases) and any(b is not None for b in biases)):
         return dense(modules)
     bias = None if biases[0] is None else torch.cat(biases).detach()
-    if name == "int8" or outputs % _INT4_OUTPUTS:
+    if name == "int8" or (outputs % _INT4_OUTPUTS and library is None):
         parts = [int8_codes(weight.detach()) for weight in weights]
         for weight, (codes, scale) in zip(weights, parts, strict=True):
             weight.copy_(codes.float() * scale.float()[:, None])
@@ -215,4 +232,7 @@ def _product(modules: Sequence[Any], name: str, names: Mapping[int, str], known:
     for weight, group in zip(weights, groups, strict=True):
         weight.copy_(group.weights())
     joined = GroupCodes(*(torch.cat([part.to(torch.float32) for part in parts]) for parts in zip(*groups, strict=True)))
-    return Int4(joined, weights[0].dtype, bias)
+    dtype = weights[0].dtype
+    if library is not None and dtype in (torch.float32, torch.bfloat16):
+        return NativeInt4(joined.codes.to(torch.uint8), joined.scale.to(dtype), joined.zero.to(dtype), bias, library)
+    return Int4(joined, dtype, bias)

@@ -55,10 +55,10 @@ def load(say: Callable[[str], None] = lambda line: None) -> ctypes.CDLL:
     return found
 
 
-def why_missing() -> str | None:
-    """Why there are no kernels here, None if there are."""
+def why_missing(say: Callable[[str], None] = lambda line: None) -> str | None:
+    """Why there are no kernels here, None if there are. See `load`."""
     try:
-        load()
+        load(say)
     except KernelsMissing as error:
         return str(error)
     return None
@@ -133,7 +133,9 @@ def _output(command: list[str]) -> str:
         raise KernelsMissing(f"the C++ compiler failed: {error}") from error
     if done.returncode:
         told = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise KernelsMissing(f"the C++ compiler failed ({' '.join(command[:1])}, exit {done.returncode}): {told[0][:300]}")
+        raise KernelsMissing(
+            f"the C++ compiler failed ({' '.join(command[:1])}, exit {done.returncode}): {told[0][:300]}"
+        )
     return done.stdout
 
 

@@ -642,11 +642,16 @@ static void attend(const Layer& layer, const Query* queries, const typename A::T
             for (int64_t j = 0; j < n; j++) s += scores[m * stride + j] * A::get(held + j * dim + i);
             store(queries[m].out + i, A::round(s * by[m]));
         }
-    for (; i < dim; i++)
+    if (i < dim)  // by vectors too: the compiler may or may not fuse a scalar loop's products and sums, by M
         for (int m = 0; m < M; m++) {
-            float s = 0.0f;
-            for (int64_t j = 0; j < n; j++) s += scores[m * stride + j] * A::get1(held + j * dim + i);
-            queries[m].out[i] = A::round(s * by[m]);
+            Floats s{};
+            for (int64_t j = 0; j < n; j++) {
+                T rest[LANES] = {};
+                memcpy(rest, held + j * dim + i, (dim - i) * sizeof rest[0]);
+                s += scores[m * stride + j] * A::get(rest);
+            }
+            s = A::round(s * by[m]);
+            memcpy(queries[m].out + i, &s, (dim - i) * sizeof(float));
         }
 }
 

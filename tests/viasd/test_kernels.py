@@ -1,0 +1,188 @@
+"""Our CPU kernels: the numbers of transformers' own forward, and rows that do not depend on their neighbours."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from viasd.attention import Segment
+from viasd.errors import UnsupportedModelError
+from viasd.files import cache_folder
+from viasd.kernels import build
+from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, multiplied
+from viasd.layered import LayeredModel
+from viasd.mask import LayerMask
+from viasd.pair import make_pair
+from viasd.probe import load_layered
+from viasd.products import Matrix
+from viasd.quantized import int4_codes, int8_codes
+from viasd.runtime.api import generate
+from viasd.testing import byte_tokenizer, tiny_model
+
+needs_kernels = pytest.mark.skipif(build.why_missing() is not None, reason=f"no kernels: {build.why_missing()}")
+NATIVE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+IDS = [(7 + 13 * i) % 300 for i in range(70)]
+# Widths that fill tiles, vectors, and neither.
+SHAPES = ({}, {"hidden_size": 40, "intermediate_size": 72}, {"num_attention_heads": 2, "num_key_value_heads": 1})
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def rows(model: LayeredModel, pieces: list[int], layers=None, parts=None) -> torch.Tensor:
+    kv, start, out = model.new_kv(), 0, []
+    with torch.inference_mode():
+        for n in pieces:
+            step = model.step([Segment(kv, start, n)])
+            hidden, _ = model.run(
+                model.embed(IDS[start : start + n]), layers or range(model.n_layers), step, parts=parts
+            )
+            out.append(model.readout(hidden))
+            start += n
+    return torch.cat(out)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", NATIVE)
+def test_logits_are_those_of_the_models_own_forward(family: str, shape: dict[str, int]) -> None:
+    hf = tiny_model(family, **shape)
+    model = load_layered(hf, layers="native")
+    assert model.form == "native"
+    with torch.inference_mode():
+        expected = hf(torch.tensor([IDS])).logits[0]
+    # Blocks of every size up to the largest, crossing a window of 8 where there is one.
+    got = rows(model, [MOST_TOKENS, 1, 2, 3, 4, 5, 6, 7, 10])
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", NATIVE)
+def test_a_row_is_the_same_bits_whatever_travels_with_it(family, shape, dtype, threads) -> None:
+    model = load_layered(tiny_model(family, dtype=dtype, **shape), layers="native")
+    alone = rows(model, [1] * len(IDS))
+    for count in (1, 2, 3):
+        threads(count)
+        for pieces in ([10, 1, 5, MOST_TOKENS, 7, 2, 3, 10], [20, 17, 3, 30]):
+            assert torch.equal(rows(model, pieces), alone), (count, pieces)
+
+
+@needs_kernels
+def test_sequences_packed_into_one_pass_are_as_alone() -> None:
+    model = load_layered(tiny_model("gemma3", dtype=torch.bfloat16), layers="native")
+    alone = rows(model, [12])
+    caches = [model.new_kv(), model.new_kv()]
+    with torch.inference_mode():
+        first = model.step([Segment(caches[0], 0, 5)])
+        model.run(model.embed(IDS[:5]), range(model.n_layers), first)
+        both = model.step([Segment(caches[1], 0, 12), Segment(caches[0], 5, 7)])
+        hidden, _ = model.run(model.embed(IDS[:12] + IDS[5:12]), range(model.n_layers), both)
+        packed = model.readout(hidden)
+    assert torch.equal(packed[:12], alone)
+    assert torch.equal(packed[12:], alone[5:])
+
+
+@needs_kernels
+@pytest.mark.parametrize("parts", [None, {3: "attention"}, {3: "mlp"}])
+def test_skipped_layers_and_halves_are_as_written_out(parts) -> None:
+    hf = tiny_model("gemma2")
+    layers = (0, 1, 3, 6, 7)
+    torch.testing.assert_close(
+        rows(load_layered(hf, layers="native"), [9, 4], layers, parts),
+        rows(load_layered(hf, layers="fused"), [9, 4], layers, parts),
+        atol=2e-5,
+        rtol=2e-5,
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("strategy", ["sd", "cascade"])
+@pytest.mark.parametrize("family", NATIVE)
+def test_lossless_decoding_is_plain_decoding_in_bf16_too(family: str, strategy: str) -> None:
+    pair = make_pair(tiny_model(family, dtype=torch.bfloat16), byte_tokenizer(), drafter="self", layers="native")
+    mask = LayerMask.even(pair.target.n_layers, 0.4)
+    options = {"max_new_tokens": 60, "ignore_eos": True}
+    plain = generate(pair, IDS[:10], mask=None, strategy="plain", **options)
+    tiers = {"tiers": "3", "mode": "lossless"} if strategy == "cascade" else {}
+    for gamma in (1, 4, 9):
+        other = generate(
+            pair, IDS[:10], mask=mask if tiers else None, strategy=strategy, gamma=gamma, **options, **tiers
+        )
+        assert other.token_ids == plain.token_ids
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    weight, x = torch.randn(75, 96).to(dtype), torch.randn(17, 96).to(dtype)
+    bias = torch.randn(75).to(dtype)
+    library = build.load()
+    if kind == "int8":
+        codes, scale = int8_codes(weight)
+        matrix, weight = Matrix("int8", codes, scale, bias=bias), codes.double() * scale.double()[:, None]
+        run = partial(multiplied, matrices=[matrix], library=library)
+    elif kind == "int4":
+        groups = int4_codes(weight)
+        product = NativeInt4(groups.codes, groups.scale, groups.zero, bias, library)
+        weight, run = groups.weights(), product
+        coarse = dtype == torch.bfloat16
+        torch.testing.assert_close(product.weights(), weight.to(dtype), atol=1e-6, rtol=1e-2 if coarse else 1e-6)
+        many = product(torch.cat([x, x]))[:17]
+        torch.testing.assert_close(many.float(), product(x).float(), atol=0.3 if coarse else 1e-4, rtol=0)
+    else:
+        run = partial(multiplied, matrices=[Matrix("dense", weight, bias=bias)], library=library)
+    got = run(x)
+    expected = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=5e-3 if dtype.itemsize == 2 else 1e-5)
+    assert got.shape == (17, 75)
+    for n in (1, 2, 5, 16):
+        assert torch.equal(run(x[:n]), got[:n])
+
+
+@needs_kernels
+def test_passes_that_are_differentiated_run_through_torch() -> None:
+    model = load_layered(tiny_model("llama"), layers="native")
+    hidden = model.embed(IDS[:4]).detach().requires_grad_()
+    out, _ = model.run(hidden, range(model.n_layers), model.step([Segment(model.new_kv(), 0, 4)]))
+    out.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.abs().sum() > 0
+
+
+@needs_kernels
+def test_only_what_the_kernels_know_runs_by_them() -> None:
+    with pytest.raises(UnsupportedModelError, match="Phi3"):
+        load_layered(tiny_model("phi3"), layers="native")
+    assert load_layered(tiny_model("phi3")).form == "hf"
+    half = load_layered(tiny_model("llama", dtype=torch.float16))
+    assert not any(isinstance(layer, NativeLayer) for layer in half._lean)
+    assert load_layered(tiny_model("llama"), layers="fused").form == "dense"
+
+
+def test_without_a_compiler_everything_runs_and_native_says_why(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path / "other"))
+    monkeypatch.setenv("CXX", "no-such-compiler-here")
+    assert "no-such-compiler-here" in (build.why_missing() or "")
+    assert load_layered(tiny_model("llama")).form == "sidebyside"
+    with pytest.raises(UnsupportedModelError, match="no-such-compiler-here"):
+        load_layered(tiny_model("llama"), layers="native")
+
+
+def test_a_failing_compiler_is_reported_in_a_line(monkeypatch, tmp_path) -> None:
+    script = tmp_path / "cc"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "boom: no such flag" >&2\nexit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path / "another"))
+    monkeypatch.setenv("CXX", str(script))
+    assert "boom: no such flag" in (build.why_missing() or "")
+    assert not list((cache_folder() / "kernels").glob("*.so"))
