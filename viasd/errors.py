@@ -33,6 +33,10 @@ class MaskError(ViasdError):
     """Raised when a layer mask is malformed or belongs to another model."""
 
 
+class HeadsError(ViasdError):
+    """Raised when a file of light heads is malformed or belongs to another model."""
+
+
 class ContextLengthError(ViasdError):
     """Raised when prompt and requested tokens do not fit the model's context."""
 
