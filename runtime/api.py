@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from viasd.errors import OptionError
+from viasd.heads import LightHeads, resolve_heads
 from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
 from viasd.runtime.config import DecodingConfig, GenerationConfig
@@ -82,6 +83,7 @@ def stream(
     prompt: Prompt,
     *,
     mask: LayerMask | str | None = "auto",
+    heads: LightHeads | str | None = None,
     guard: Guard | None = None,
     config: GenerationConfig | None = None,
     **options: Any,
@@ -92,6 +94,7 @@ def stream(
         pair: See `load_pair`.
         prompt: Text, chat messages, or token ids.
         mask: A `LayerMask`, what ``--mask`` takes, or None.
+        heads: Light heads (strategy adadecode, masks ``prefix:E``), what ``--heads`` takes, or None.
         guard: A guard that goes on learning over several answers; None makes a fresh one for each.
         config: A ready configuration, instead of `options`.
         **options: Fields of `GenerationConfig`, `SamplingConfig` and `DecodingConfig`, such as ``max_new_tokens=64``.
@@ -113,8 +116,10 @@ def stream(
         )
     if isinstance(mask, str):
         mask = resolve_mask(mask, pair.target.n_layers, pair.name)
+    if isinstance(heads, str):
+        heads = resolve_heads(heads)
     chat = check_prompt_kind(prompt)
-    return Stream(Session(pair, pair.encode(prompt), config, mask=mask, guard=guard, chat=chat))
+    return Stream(Session(pair, pair.encode(prompt), config, mask=mask, heads=heads, guard=guard, chat=chat))
 
 
 def generate(
@@ -122,6 +127,7 @@ def generate(
     prompt: Prompt,
     *,
     mask: LayerMask | str | None = "auto",
+    heads: LightHeads | str | None = None,
     guard: Guard | None = None,
     config: GenerationConfig | None = None,
     **options: Any,
@@ -131,7 +137,7 @@ def generate(
     Raises:
         ViasdError: If anything about the request can't be done; before the first token.
     """
-    answer = stream(pair, prompt, mask=mask, guard=guard, config=config, **options)
+    answer = stream(pair, prompt, mask=mask, heads=heads, guard=guard, config=config, **options)
     for _ in answer:
         pass
     return answer.result

@@ -85,6 +85,7 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
 
 def _make_config(args: argparse.Namespace) -> GenerationConfig:
     """The configuration, and every complaint about it that needs no model."""
+    from viasd.heads import resolve_heads
     from viasd.runtime.api import make_config
     from viasd.runtime.config import plan
     from viasd.shipped import find_mask, shipped_mask
@@ -99,23 +100,27 @@ def _make_config(args: argparse.Namespace) -> GenerationConfig:
             else parse_pair(DEFAULT_PAIR if args.pair is None else args.pair, base=bool(args.base)).name
         )
         has_mask = name is not None and shipped_mask(name) is not None
-    elif has_mask and not spec.startswith("even:"):
+    elif has_mask and not spec.startswith(("even:", "prefix:")):
         find_mask(spec)
     plan(config.decoding, has_mask=has_mask)
+    if args.heads is not None:
+        resolve_heads(args.heads)
     return config
 
 
 def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Namespace, screen: Screen) -> int:
     """One-shot mode."""
+    from viasd.heads import resolve_heads
     from viasd.runtime.prompting import start, wants_chat
     from viasd.shipped import resolve_mask
 
+    heads = None if args.heads is None else resolve_heads(args.heads)
     mask = resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name)
     if wants_chat(pair, args.chat, args.system, base=bool(args.base)):
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        answer = start(pair, [*system, {"role": "user", "content": prompt}], mask=mask, config=config)
+        answer = start(pair, [*system, {"role": "user", "content": prompt}], mask=mask, heads=heads, config=config)
     else:
-        answer = start(pair, prompt, mask=mask, config=config)
+        answer = start(pair, prompt, mask=mask, heads=heads, config=config)
     result = play(answer, screen, show=not args.json)
     if result is None:
         raise KeyboardInterrupt
@@ -139,6 +144,7 @@ def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Na
 
 def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
     """Interactive mode."""
+    from viasd.heads import resolve_heads
     from viasd.runtime.chat import Chat, history
     from viasd.runtime.prompting import wants_chat
     from viasd.shipped import resolve_mask
@@ -150,6 +156,7 @@ def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
         screen,
         templated=wants_chat(pair, args.chat, args.system, base=bool(args.base)),
         system=args.system,
+        heads=None if args.heads is None else resolve_heads(args.heads),
     )
     with history(screen):
         chat.run()

@@ -30,6 +30,8 @@ from viasd.products import Dense, padded
 SCHEMA_VERSION = 1
 LENS = "lens:"
 _META = "viasd"  # the one entry of the file's metadata, JSON
+# Logit of a word that a head does not know: its probability is 0, yet a law is left where processors ban all others.
+_UNKNOWN = -1e4
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +182,8 @@ class LightHeads:
         if not isinstance(about, dict) or about.get("schema") != SCHEMA_VERSION:
             found = about.get("schema") if isinstance(about, dict) else None
             raise HeadsError(
-                f"expected light heads of schema {SCHEMA_VERSION} in '{path}', but found {found!r}; viasd-fit heads makes them"
+                f"expected light heads of schema {SCHEMA_VERSION} in '{path}', but found {found!r}; make them by "
+                "viasd-fit heads"
             )
         if unknown := sorted(set(tensors) - {"transforms", "shortlist", "probes"}):
             raise HeadsError(f"'{path}' has a tensor '{unknown[0]}' that light heads do not have")
@@ -195,7 +198,7 @@ class LightHeads:
 
 
 class ExitHead:
-    """One head on its target: hidden states ``[1, n, d]`` at its exit -> raw logits ``[n, V]``, -inf off the shortlist.
+    """One head on its target: hidden states ``[1, n, d]`` at its exit -> raw logits ``[n, V]``, -1e4 off the shortlist.
 
     Args:
         model: The target.
@@ -229,10 +232,11 @@ class ExitHead:
         return hash(self.key)
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """See `viasd.routes.Readout`."""
         logits = self._model.readout(hidden, self._turned)
         if self._shortlist is None:
             return logits
-        whole = logits.new_full((logits.shape[0], self._model.vocabulary), -torch.inf)
+        whole = logits.new_full((logits.shape[0], self._model.vocabulary), _UNKNOWN)
         return whole.index_copy_(1, self._shortlist.to(logits.device), logits)
 
     def promise(self, hidden: Tensor) -> float | None:

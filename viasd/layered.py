@@ -305,8 +305,8 @@ class LayeredModel:
             rows: Token ids ``[m]``; None takes the whole vocabulary.
         """
         weight, bias = getattr(self._head, "weight", None), getattr(self._head, "bias", None)
-        own = type(self._head) is nn.Linear and untouched(self._head) and not (weight is None or weight.is_meta)
-        if rows is not None and own:
+        plain = type(self._head) is nn.Linear and untouched(self._head)
+        if rows is not None and plain and weight is not None and not weight.is_meta:
             index = rows.to(weight.device)
             cut = Dense(weight.detach()[index], None if bias is None else bias.detach()[index])
             return lambda normed: cut(padded(normed, cut))[: normed.shape[0]]

@@ -13,10 +13,13 @@ from viasd.mask import LayerMask
 
 
 def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None:
-    """What `--mask` names: ``none``, ``auto`` (`shipped_mask` of the pair), ``even:RATIO``, or what `find_mask` finds.
+    """What `--mask` names.
+
+    ``none``, ``auto`` (`shipped_mask` of the pair), ``even:RATIO``, ``prefix:E`` (the first E layers and a light head), or
+    what `find_mask` finds.
 
     Raises:
-        MaskError: If the ratio is not a number, or there is no such mask.
+        MaskError: If the ratio or the number of layers is not a number, or there is no such mask.
     """
     if spec == "none":
         return None
@@ -28,6 +31,12 @@ def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None
         except ValueError as error:
             raise MaskError(f"expected --mask even:RATIO with a number such as even:0.45, but got '{spec}'") from error
         return LayerMask.even(n_layers, ratio)
+    if spec.startswith("prefix:"):
+        try:
+            layers = int(spec.removeprefix("prefix:"))
+        except ValueError as error:
+            raise MaskError(f"expected --mask prefix:E with a number of layers, but got '{spec}'") from error
+        return LayerMask.first(n_layers, layers)
     return find_mask(spec)
 
 

@@ -142,5 +142,6 @@ def clock(device: torch.device) -> float:
 
 
 def mask_hash(mask: LayerMask) -> str:
-    """Short hash of the layers a mask keeps."""
-    return hashlib.sha256(repr((mask.keep, mask.partial)).encode()).hexdigest()[:16]
+    """Short hash of the layers a mask keeps, and of the head it ends in."""
+    key = (mask.keep, mask.partial) if mask.head is None else (mask.keep, mask.partial, mask.head.key)
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

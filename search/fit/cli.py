@@ -16,6 +16,7 @@ PROG = "viasd-fit"
 #: Subcommand -> (module, one sentence). A module is imported only when its command is asked for.
 COMMANDS: dict[str, tuple[str, str]] = {
     "corpus": ("viasd.search.fit.corpus_command", "let a target write conversations, as a corpus to train on"),
+    "heads": ("viasd.search.fit.heads", "train light heads that say early what a target will say"),
     "drafter": ("viasd.search.fit.drafter_command", "distil a small drafter from a target and its corpus"),
 }
 
