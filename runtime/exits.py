@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from viasd.errors import HeadsError, OptionError
 from viasd.estimator import EstimatorConfig, LogisticEstimator
 
-_REFIT_EVERY = 64  # observations
+_REFIT_EVERY = 32  # observations
 _TRY_AGAIN = 24  # cycles without a guess after which the last exit is taken: else nothing would ever be observed again
 
 

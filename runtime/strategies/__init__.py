@@ -1,4 +1,4 @@
-"""Decoding strategies: plain, two tiers (also towards another law), three tiers chained or gated, early exits, the slim one."""
+"""Decoding strategies: plain, two tiers (also towards another law), three tiers chained or gated, early exits, slim."""
 
 from viasd.runtime.strategies.adadecode import AdaDecode
 from viasd.runtime.strategies.base import Emission, Strategy, Workbench
