@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from viasd.errors import OptionError
 from viasd.files import cache_folder
+from viasd.heads import resolve_heads
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.search.calibration import Calibration, Passage, file_calibration, self_calibration
@@ -75,6 +76,8 @@ def search_mask(pair: Pair, config: SearchConfig, tell: Tell = lambda stage: Non
 def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     started = time.perf_counter()
     space = _space(pair, config)
+    if config.heads is not None:  # before anything is scored: the layers before them are reported at the end
+        resolve_heads(config.heads).check(pair.target, pair.target_id)
     sampler = DimrSampler(space, config.trials, len(VALUES[config.goal]))
     text = None if config.calibration == "self" else file_calibration(pair, config.calibration, config.tau)
     setup = _setup(pair, config, space, text)
