@@ -64,7 +64,7 @@ class Chat:
         screen: Where to show things.
         templated: Use the chat template; otherwise each line is completed by itself.
         system: System message.
-        heads: Light heads, or None.
+        heads: Light heads, or what ``--heads`` takes.
         read: Reads a line, as `input` does.
 
     Raises:
@@ -80,7 +80,7 @@ class Chat:
         *,
         templated: bool,
         system: str | None = None,
-        heads: LightHeads | None = None,
+        heads: LightHeads | str | None = "auto",
         read: Callable[[str], str] = input,
     ) -> None:
         self._pair = pair
@@ -269,7 +269,7 @@ class Chat:
             "dtype": pair.dtype,
             "device": pair.device,
             "mask": None if self._mask is None else self._mask.to_json(),
-            "heads": None if self._heads is None else self._heads.name,
+            "heads": self._heads.name if isinstance(self._heads, LightHeads) else self._heads,
             "options": settings,
             "system": self._system,
             "messages": self._messages,

@@ -107,8 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--heads",
         metavar="SPEC",
-        help="light heads of adadecode and of prefix masks: a file of viasd-fit heads, or lens:E,E,... (untrained ones "
-        "behind so many layers)",
+        help="light heads of adadecode and of prefix masks: auto (default: shipped ones), a file of viasd-fit heads, or "
+        "lens:E,E,... (untrained ones behind so many layers)",
     )
     decoding.add_argument(
         "--strategy",
@@ -284,8 +284,6 @@ def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
             raise MaskError(
                 f"--mask prefix:E takes a number of layers of at least 1, such as prefix:15, but got {ratio!r}"
             )
-        if args.heads is None:
-            raise MaskError(f"--mask {args.mask} ends in a light head; add --heads FILE")
     elif args.mask not in ("none", *masks.names()) and not is_file(args.mask):
         raise MaskError(
             f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO, prefix:E, a file, or one of "
@@ -294,19 +292,14 @@ def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
 
 
 def _check_heads(args: argparse.Namespace, given: set[str]) -> None:
-    if args.strategy in EXITING and args.heads is None:
-        raise HeadsError(
-            f"--strategy {args.strategy} needs light heads: add --heads FILE (viasd-fit heads trains them), or --heads "
-            "lens:7,15,22 for untrained ones behind so many layers"
-        )
     if args.heads is None:
         return
     if args.strategy not in EXITING and (args.mask in (None, "auto", "none") or args.mask.startswith("even:")):
         raise OptionError(
             "--heads is for --strategy adadecode or for --mask prefix:E; add one of them, or leave it out"
         )
-    if not args.heads.startswith("lens:") and not is_file(args.heads):
-        raise HeadsError(f"no file of light heads at {args.heads!r}; --heads takes a file or lens:E,E,...")
+    if args.heads != "auto" and not args.heads.startswith("lens:") and not is_file(args.heads):
+        raise HeadsError(f"no file of light heads at {args.heads!r}; --heads takes auto, a file or lens:E,E,...")
 
 
 def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:

@@ -41,7 +41,7 @@ def start(
     prompt: Prompt,
     *,
     mask: LayerMask | None,
-    heads: LightHeads | None = None,
+    heads: LightHeads | str | None = "auto",
     config: GenerationConfig,
     guard: Guard | None = None,
 ) -> Stream:

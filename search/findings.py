@@ -13,7 +13,6 @@ import torch
 import transformers
 
 import viasd
-from viasd.heads import resolve_heads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.config import DecodingConfig
@@ -28,6 +27,7 @@ from viasd.search.outcome import median_of
 from viasd.search.proposals import Mask, SearchSpace
 from viasd.search.scorer import Scorer
 from viasd.search.walk import PassTimes
+from viasd.shipped import resolve_heads
 
 _MODE = "via"  # the mode that masks are for
 
@@ -211,7 +211,7 @@ def prefixes_of(pair: Pair, config: SearchConfig, scorer: Scorer) -> dict[str, A
     """Slim verifiers that need no mask: the layers before each light head, scored as masks are. Nothing without heads."""
     if config.heads is None:
         return {}
-    heads = resolve_heads(config.heads)
+    heads = resolve_heads(config.heads, pair.name)
     found = []
     for layers in heads.exits:
         mask = headed(LayerMask.first(pair.target.n_layers, layers), heads, pair)

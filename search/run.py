@@ -16,7 +16,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from viasd.errors import OptionError
 from viasd.files import cache_folder
-from viasd.heads import resolve_heads
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.search.calibration import Calibration, Passage, file_calibration, self_calibration
@@ -28,6 +27,7 @@ from viasd.search.proposals import DimrSampler, Mask, SearchSpace, front_of, mas
 from viasd.search.storage import open_storage, storage_errors
 from viasd.search.study import Progress, Search, agreed, open_study
 from viasd.search.walk import PassTimes
+from viasd.shipped import resolve_heads
 
 _CONTROL = "control:"
 
@@ -77,7 +77,7 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     started = time.perf_counter()
     space = _space(pair, config)
     if config.heads is not None:  # before anything is scored: the layers before them are reported at the end
-        resolve_heads(config.heads).check(pair.target, pair.target_id)
+        resolve_heads(config.heads, pair.name).check(pair.target, pair.target_id)
     sampler = DimrSampler(space, config.trials, len(VALUES[config.goal]))
     text = None if config.calibration == "self" else file_calibration(pair, config.calibration, config.tau)
     setup = _setup(pair, config, space, text)

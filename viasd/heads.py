@@ -270,15 +270,3 @@ def parse_exits(text: str) -> tuple[int, ...]:
     if list(exits) != sorted(set(exits)) or exits[0] < 1:
         raise OptionError(f"exits must be ascending layer counts of at least 1, but got '{text}'")
     return exits
-
-
-def resolve_heads(spec: str) -> LightHeads:
-    """What ``--heads`` names: ``lens:E,E,...`` (untrained heads) or a file.
-
-    Raises:
-        HeadsError: If the file can't be read or is malformed.
-        OptionError: If the exits of a lens are.
-    """
-    if spec.startswith(LENS):
-        return LightHeads.lens(parse_exits(spec.removeprefix(LENS)))
-    return LightHeads.load(spec)

@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 from viasd.errors import OptionError
-from viasd.heads import resolve_heads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.api import make_config
@@ -20,7 +19,7 @@ from viasd.runtime.bench.peers import Peer
 from viasd.runtime.config import thresholds_of
 from viasd.runtime.names import EXITING, LOSSY, MASKED, MODELESS, UNDRAFTED
 from viasd.runtime.session import Session, headed
-from viasd.shipped import resolve_mask
+from viasd.shipped import resolve_heads, resolve_mask
 
 EVEN = "even:0.45"
 STRICT_GAMMAS = (2, 5, 8)
@@ -73,7 +72,7 @@ class _Maker:
         self._config = config
         self._grid = grid
         self._stand_in = False
-        self._heads = None if config.heads is None else resolve_heads(config.heads)
+        self._heads = None if config.heads is None else resolve_heads(config.heads, pair.name)
 
     def resolve_masks(self) -> None:
         """Reads the masks, or puts an evenly spaced one in the place of a missing one."""

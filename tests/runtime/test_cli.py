@@ -643,7 +643,7 @@ def test_a_prefix_mask_from_the_command_line(run: Run, loaded: list[dict[str, An
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (("--strategy", "adadecode"), "--heads"),
+        (("--strategy", "adadecode", "--pair", "qwen2.5-0.5b:7b"), "viasd-fit heads"),
         (("--strategy", "adadecode", "--heads", "nowhere"), "no file of light heads"),
         (("--strategy", "adadecode", "--heads", "lens:9,3"), "ascending"),
         (("--strategy", "adadecode", "--heads", "lens:3", "--gamma", "4"), "--gamma"),
@@ -652,7 +652,7 @@ def test_a_prefix_mask_from_the_command_line(run: Run, loaded: list[dict[str, An
         (("--strategy", "sd", "--heads", "lens:3"), "--heads"),
         (("--heads", "lens:3"), "--heads"),
         (("--mask", "even:0.2", "--heads", "lens:3"), "--heads"),
-        (("--mask", "prefix:3"), "--heads"),
+        (("--mask", "prefix:3", "--pair", "qwen2.5-0.5b:7b"), "viasd-fit heads"),
         (("--mask", "prefix:0", "--heads", "lens:3"), "prefix:E"),
         (("--mask", "prefix:x", "--heads", "lens:3"), "prefix:E"),
         (("--exit-threshold", "0.5"), "adadecode"),

@@ -124,7 +124,8 @@ def test_what_is_measured_of_it_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
-        ({"mask": "prefix:5"}, MaskError, "add --heads"),
+        ({"mask": "prefix:5"}, HeadsError, "viasd-fit heads"),
+        ({"mask": "prefix:5", "heads": None}, MaskError, "add --heads"),
         ({"mask": "prefix:4", "heads": "lens:3,5"}, MaskError, "3, 5"),
         ({"mask": "prefix:8", "heads": "lens:3,5"}, MaskError, "not all 8"),
         ({"mask": "prefix:0", "heads": "lens:3,5"}, MaskError, "at least one"),

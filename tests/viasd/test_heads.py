@@ -13,10 +13,11 @@ import torch
 
 from viasd.attention import Segment
 from viasd.errors import HeadsError, OptionError
-from viasd.heads import LightHeads, resolve_heads
+from viasd.heads import LightHeads
 from viasd.layered import LayeredModel
 from viasd.mask import ModelIdentity
 from viasd.probe import load_layered
+from viasd.shipped import resolve_heads
 from viasd.testing import FAMILIES, tiny_model
 
 IDS = [3, 50, 120, 7, 299]
@@ -103,7 +104,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     model = load_layered(tiny_model("llama"))
     heads, path = made(model), tmp_path / "heads.safetensors"
     heads.save(path)
-    again = resolve_heads(str(path))
+    again = resolve_heads(str(path), None)
     assert (again.exits, again.name, again.details, again.target) == (
         heads.exits,
         heads.name,
@@ -190,4 +191,14 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(HeadsError, match="can't write"):
         made().save(tmp_path / "nowhere" / "x")
     with pytest.raises(OptionError, match="7,15,22"):
-        resolve_heads("lens:")
+        resolve_heads("lens:", None)
+
+
+def test_heads_that_come_with_the_package_go_by_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("viasd.shipped.resources.files", lambda package: tmp_path)
+    made(name="shipped").save(tmp_path / "smollm2-135m.heads.safetensors")
+    for pair in ("smollm2-lookup:135m", "smollm2-self:135m"):
+        assert resolve_heads("auto", pair).name == "shipped"
+    for other in ("smollm2-lookup:1.7b", "qwen2.5-0.5b:7b", None):
+        with pytest.raises(HeadsError, match="viasd-fit heads"):
+            resolve_heads("auto", other)
