@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Counting as CountingBackend
 from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer
 
 import viasd
@@ -109,6 +110,16 @@ def test_however_layers_run(layers: str, monkeypatch: pytest.MonkeyPatch) -> Non
     always(monkeypatch, RandomExits(0.5))
     pair = viasd.make_pair(tiny_model("gemma2"), tokenizer(), layers=layers)
     assert generate(pair, prompt_ids(), max_new_tokens=N, **ADA).token_ids == reference("gemma2")
+
+
+def test_compiled_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    always(monkeypatch, RandomExits(0.5))
+    model = tiny_model("gemma2", num_hidden_layers=3)
+    pair, backend = viasd.make_pair(model, tokenizer()), CountingBackend()
+    pair.target.compile(backend=backend, buckets=(8,))
+    result = generate(pair, prompt_ids(), max_new_tokens=20, strategy="adadecode", heads="lens:2")
+    assert result.token_ids == hf_greedy(model, prompt_ids(), 20)
+    assert 0 < backend.compiled <= 3  # bottom to exit, exit to top, bottom to top
 
 
 @pytest.mark.parametrize("options", [{"max_pending": 0}, {"exit_threshold": 1.0}, {"exit_threshold": 7.5}])
