@@ -153,7 +153,7 @@ class Assembly:
         longest = MAX_PENDING if config.max_pending is None else config.max_pending
         bound = bound_heads(self.pair, heads)
         rule: ExitRule
-        if config.exit_rule == "auto":
+        if config.exit_rule == "auto" or (config.exit_rule is None and config.exit_threshold is None):
             start = heads.details.get("calibration")
             rule = CalibratedExits(exit_costs(self.pair, heads), heads.exits, longest, start)
         else:

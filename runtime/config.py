@@ -48,7 +48,8 @@ class DecodingConfig:
         draft_min_prob: The drafter stops before drawing where it is less sure than this.
         self_skip: Share of layers that the ``self`` drafter skips.
         exit_rule: Of strategy adadecode: ``fixed`` exits where a head's largest probability is above `exit_threshold`;
-            ``auto`` where a guess is expected to pay, by what became of earlier ones. None is fixed.
+            ``auto`` where a guess is expected to pay, by what became of earlier ones. None is fixed where there is a
+            threshold, else auto.
         exit_threshold: At least 0; from 1 on nothing exits. None is `EXIT_THRESHOLD`.
         max_pending: Most guesses that wait for the full verifier (adadecode), at least 0. None is `MAX_PENDING`.
         verify: ``off`` takes every guess untested (adadecode; an ablation, **lossy**). None is on.

@@ -145,12 +145,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--exit-threshold",
         type=float,
         metavar="X",
-        help="adadecode: exit where a head is surer than this (default 0.75)",
+        help="adadecode: exit where a head is surer than this (the paper: 0.75)",
     )
     decoding.add_argument(
         "--exit-rule",
         choices=("fixed", "auto"),
-        help="adadecode: that threshold (default), or where a guess should pay",
+        help="adadecode: auto (default) exits where a guess should pay, fixed above --exit-threshold",
     )
     decoding.add_argument(
         "--max-pending", type=int, metavar="N", help="adadecode: most guesses that wait to be verified (default 5)"

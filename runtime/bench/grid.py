@@ -123,7 +123,7 @@ class _Maker:
                 parts.append(f"gamma{gamma}")
             self._add("/".join(parts), OWN, options, mask)
             if strategy in EXITING:
-                self._add("/".join([*parts, "auto"]), OWN, {**options, "exit_rule": "auto"}, mask)
+                self._add("/".join([*parts, "fixed"]), OWN, {**options, "exit_rule": "fixed"}, mask)
 
     def _masks_of(self, strategy: str) -> Sequence[LayerMask | None]:
         """The masks a strategy runs with. `auto` does here what it would do elsewhere, so it gets no stand-in."""

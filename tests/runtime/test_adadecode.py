@@ -17,12 +17,13 @@ from viasd.errors import HeadsError, OptionError
 from viasd.heads import LightHeads
 from viasd.kv import SequenceKV
 from viasd.runtime.display import status_line
+from viasd.runtime.exits import CalibratedExits, FixedExits
 from viasd.runtime.metrics import Counters
 from viasd.testing import FAMILIES, redundant_model, tiny_model
 
 N = 40  # with the prompt of 24: eight windows of 8
 LENS = "lens:1,3,5"
-ADA: dict[str, Any] = {"strategy": "adadecode", "heads": LENS}
+ADA: dict[str, Any] = {"strategy": "adadecode", "heads": LENS, "exit_rule": "fixed"}
 
 
 class RandomExits:
@@ -430,3 +431,17 @@ def test_counts_add_up_and_their_faults_are_found() -> None:
     one.early.refused[7] = 1
     one.early.pending[2] = 5
     assert len(one.check()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, CalibratedExits),
+        ({"exit_rule": "auto"}, CalibratedExits),
+        ({"exit_rule": "fixed"}, FixedExits),
+        ({"exit_threshold": 0.6}, FixedExits),
+    ],
+)
+def test_the_rule_that_is_used(options: dict[str, Any], kind: type) -> None:
+    events = viasd.stream(pair_of("llama"), prompt_ids(), strategy="adadecode", heads=LENS, max_new_tokens=3, **options)
+    assert type(events.session._strategy._rule) is kind  # type: ignore[attr-defined]

@@ -167,7 +167,7 @@ def test_early_exits_and_prefixes_are_measured_with_their_heads() -> None:
         check=True,
     )
     grid = make_grid(pair, config)
-    assert list(grid.methods) == ["plain", "adadecode", "adadecode/auto", "cascade"]
+    assert list(grid.methods) == ["plain", "adadecode", "adadecode/fixed", "cascade"]
     for name in list(grid.methods)[1:]:
         assert grid.methods[name].spec.options["heads"][0] == "lens:2,5"
     items = (Item("t", "one", "hello hello"), Item("u", "two", "one two three"))
@@ -176,7 +176,7 @@ def test_early_exits_and_prefixes_are_measured_with_their_heads() -> None:
     bench.run(results)
     figures = figures_by_method(results.records, list(grid.methods))
     assert "layers_per_token" not in figures["plain"]
-    for name in ("adadecode", "adadecode/auto"):
+    for name in ("adadecode", "adadecode/fixed"):
         own = [r["counts"]["early"] for r in results.records if r["method"] == name]
         assert figures[name]["layers_per_token"] == sum(e["layer_passes"] for e in own) / 24
     assert all(r["check"]["equal"] for r in results.records if r["method"] != "plain")
@@ -187,7 +187,7 @@ def test_early_exits_and_prefixes_are_measured_with_their_heads() -> None:
         },
     }
     lines = _exit_lines(summary)
-    assert [line.split(":")[0] for line in lines] == ["adadecode", "adadecode/auto"]
+    assert [line.split(":")[0] for line in lines] == ["adadecode", "adadecode/fixed"]
     assert all("layers/token" in line and "; t " in line and "; u " in line for line in lines)
 
 
