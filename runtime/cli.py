@@ -14,7 +14,7 @@ from viasd.pairs import DEFAULT_PAIR, list_pairs, parse_pair
 from viasd.runtime.command import INTERRUPTED, complain, run_command
 from viasd.runtime.display import Screen, play, print_json, show_pairs
 from viasd.runtime.models import load_models
-from viasd.runtime.names import EXITING
+from viasd.runtime.names import EXITING, MASKED
 from viasd.runtime.options import PAPER_MEANS, PROG, options_from_args, parse_args
 
 if TYPE_CHECKING:
@@ -114,10 +114,9 @@ def _pair_name(args: argparse.Namespace) -> str | None:
 def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Namespace, screen: Screen) -> int:
     """One-shot mode."""
     from viasd.runtime.prompting import start, wants_chat
-    from viasd.shipped import resolve_mask
 
     heads = args.heads or "auto"
-    mask = resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name)
+    mask = args.mask or "auto"
     if wants_chat(pair, args.chat, args.system, base=bool(args.base)):
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         answer = start(pair, [*system, {"role": "user", "content": prompt}], mask=mask, heads=heads, config=config)
@@ -150,10 +149,12 @@ def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
     from viasd.runtime.prompting import wants_chat
     from viasd.shipped import resolve_mask
 
+    # A mask was not asked for where the strategy has no use for one (that would have been refused).
+    unmasked = args.strategy is not None and args.strategy not in MASKED
     chat = Chat(
         pair,
         options_from_args(args),
-        resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name),
+        None if unmasked else resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name),
         screen,
         templated=wants_chat(pair, args.chat, args.system, base=bool(args.base)),
         system=args.system,

@@ -40,7 +40,7 @@ def start(
     pair: Pair,
     prompt: Prompt,
     *,
-    mask: LayerMask | None,
+    mask: LayerMask | str | None,
     heads: LightHeads | str | None = "auto",
     config: GenerationConfig,
     guard: Guard | None = None,

@@ -632,6 +632,17 @@ def test_unverified_guesses_are_called_lossy_even_when_quiet(run: Run, loaded: l
     assert audit["tokens"] == answer["stats"]["drafted"] > 0
 
 
+@pytest.mark.parametrize("more", [("--strategy", "plain"), ("--strategy", "sd"), ("--tiers", "2")])
+def test_a_shipped_mask_is_no_obstacle_to_strategies_without_one(
+    run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(viasd.load, "load_pair", lambda *args, **rest: pair)
+    monkeypatch.setattr("viasd.shipped.shipped_mask", lambda name: LayerMask.even(8, 0.25))
+    code, out, _ = run("--prompt", "hello", "--max-new-tokens", "3", "--no-chat", "--json", *more)
+    assert code == 0
+    assert json.loads(out)["mask"] is None
+
+
 def test_a_prefix_mask_from_the_command_line(run: Run, loaded: list[dict[str, Any]]) -> None:
     asked = ("--prompt", "hello hello", "--max-new-tokens", "8", "--no-chat", "--json", "--lossless", "--tiers", "3")
     code, out, err = run(*asked, "--mask", "prefix:5", "--heads", "lens:3,5")
