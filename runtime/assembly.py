@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from viasd.deferral import READS_DRAFTER, DeferralRule
-from viasd.errors import OptionError
+from viasd.errors import MaskError, OptionError
 from viasd.heads import ExitHead, LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
@@ -207,6 +207,35 @@ def bound_heads(pair: Pair, heads: LightHeads) -> dict[int, ExitHead]:
         pair.measured[key] = heads.bind(pair.target)
     bound: dict[int, ExitHead] = pair.measured[key]
     return bound
+
+
+def headed(mask: LayerMask | None, heads: LightHeads | None, pair: Pair) -> LayerMask | None:
+    """A mask with the head that it ends in, where it ends in one.
+
+    Args:
+        mask: The mask, or None.
+        heads: Heads that were given; None takes those that the mask's file names.
+        pair: The pair.
+
+    Raises:
+        MaskError: If the mask ends in a head and there is none for it.
+        HeadsError: If the named file can't be read or is for another target.
+    """
+    if mask is None or mask.prefix is None or mask.head is not None:
+        return mask
+    if heads is None and mask.heads is not None:
+        heads = LightHeads.load(mask.heads)
+        heads.check(pair.target, pair.target_id)
+    if heads is None:
+        raise MaskError(
+            f"mask '{mask.name}' ends behind layer {mask.prefix}, so it needs a light head there; add --heads FILE"
+        )
+    if mask.prefix not in heads.exits:
+        raise MaskError(
+            f"mask '{mask.name}' ends behind layer {mask.prefix}, but {heads.name} has heads behind "
+            f"{', '.join(map(str, heads.exits))}; use one of these"
+        )
+    return replace(mask, head=bound_heads(pair, heads)[mask.prefix])
 
 
 def exit_costs(pair: Pair, heads: LightHeads) -> ExitCosts:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from viasd.draws import Draws, SeededDraws
-from viasd.errors import HeadsError, LoadError, MaskError, OptionError
+from viasd.errors import HeadsError, LoadError, OptionError
 from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
-from viasd.runtime.assembly import Assembly, alpha_of, bound_heads
+from viasd.runtime.assembly import Assembly, alpha_of, headed
 from viasd.runtime.config import SELF_SKIP, GenerationConfig, Plan, thresholds_of
 from viasd.runtime.config import plan as settle_plan
 from viasd.runtime.drafters import Drafter
@@ -359,35 +359,6 @@ class Session:
             notes=[*self.notes, *([] if self.plan.lossless else [loss])],
             loss=loss,
         )
-
-
-def headed(mask: LayerMask | None, heads: LightHeads | None, pair: Pair) -> LayerMask | None:
-    """A mask with the head that it ends in, where it ends in one.
-
-    Args:
-        mask: The mask, or None.
-        heads: Heads that were given; None takes those that the mask's file names.
-        pair: The pair.
-
-    Raises:
-        MaskError: If the mask ends in a head and there is none for it.
-        HeadsError: If the named file can't be read or is for another target.
-    """
-    if mask is None or mask.prefix is None or mask.head is not None:
-        return mask
-    if heads is None and mask.heads is not None:
-        heads = LightHeads.load(mask.heads)
-        heads.check(pair.target, pair.target_id)
-    if heads is None:
-        raise MaskError(
-            f"mask '{mask.name}' ends behind layer {mask.prefix}, so it needs a light head there; add --heads FILE"
-        )
-    if mask.prefix not in heads.exits:
-        raise MaskError(
-            f"mask '{mask.name}' ends behind layer {mask.prefix}, but {heads.name} has heads behind "
-            f"{', '.join(map(str, heads.exits))}; use one of these"
-        )
-    return replace(mask, head=bound_heads(pair, heads)[mask.prefix])
 
 
 def check_prompt_kind(prompt: object) -> bool:

@@ -15,9 +15,9 @@ import transformers
 import viasd
 from viasd.mask import LayerMask
 from viasd.pair import Pair
+from viasd.runtime.assembly import headed
 from viasd.runtime.config import DecodingConfig
 from viasd.runtime.guard import GuardConfig
-from viasd.runtime.session import headed
 from viasd.runtime.tiers import measure_tiers
 from viasd.search import guardfit
 from viasd.search.calibration import Calibration, Passage

@@ -12,13 +12,13 @@ from viasd.errors import OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.api import make_config
-from viasd.runtime.assembly import alpha_of
+from viasd.runtime.assembly import alpha_of, headed
 from viasd.runtime.bench.config import BenchConfig
 from viasd.runtime.bench.methods import BASELINE, OWN, Method, MethodSpec, OwnMethod, mask_hash
 from viasd.runtime.bench.peers import Peer
 from viasd.runtime.config import thresholds_of
 from viasd.runtime.names import EXITING, LOSSY, MASKED, MODELESS, UNDRAFTED
-from viasd.runtime.session import Session, headed
+from viasd.runtime.session import Session
 from viasd.shipped import resolve_heads, resolve_mask
 
 EVEN = "even:0.45"

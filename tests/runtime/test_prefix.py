@@ -16,9 +16,9 @@ from viasd.errors import HeadsError, MaskError, OptionError
 from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
+from viasd.runtime.assembly import headed
 from viasd.runtime.config import DecodingConfig
 from viasd.runtime.metrics import Counters
-from viasd.runtime.session import headed
 from viasd.runtime.target import TieredTarget
 from viasd.runtime.tiers import measure_tiers
 
