@@ -7,15 +7,16 @@ from dataclasses import fields
 from typing import Any
 
 from viasd.errors import OptionError
+from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
 from viasd.runtime.config import DecodingConfig, GenerationConfig
 from viasd.runtime.guard import Guard
-from viasd.runtime.names import MASKED
+from viasd.runtime.names import EXITING, MASKED
 from viasd.runtime.result import Result
 from viasd.runtime.session import Event, Session, check_prompt_kind
 from viasd.sampling import SamplingConfig
-from viasd.shipped import resolve_mask
+from viasd.shipped import resolve_heads, resolve_mask
 
 _SAMPLING = {f.name for f in fields(SamplingConfig)}
 _DECODING = {f.name for f in fields(DecodingConfig)}
@@ -82,6 +83,7 @@ def stream(
     prompt: Prompt,
     *,
     mask: LayerMask | str | None = "auto",
+    heads: LightHeads | str | None = "auto",
     guard: Guard | None = None,
     config: GenerationConfig | None = None,
     **options: Any,
@@ -92,6 +94,8 @@ def stream(
         pair: See `load_pair`.
         prompt: Text, chat messages, or token ids.
         mask: A `LayerMask`, what ``--mask`` takes, or None.
+        heads: Light heads (strategy adadecode, masks ``prefix:E``), what ``--heads`` takes, or None. ``auto`` is looked for
+            only where heads are needed.
         guard: A guard that goes on learning over several answers; None makes a fresh one for each.
         config: A ready configuration, instead of `options`.
         **options: Fields of `GenerationConfig`, `SamplingConfig` and `DecodingConfig`, such as ``max_new_tokens=64``.
@@ -113,8 +117,14 @@ def stream(
         )
     if isinstance(mask, str):
         mask = resolve_mask(mask, pair.target.n_layers, pair.name)
+    if heads == "auto":
+        # A mask file may name its own.
+        needed = decoding.strategy in EXITING or (mask is not None and mask.prefix is not None and mask.heads is None)
+        heads = resolve_heads("auto", pair.name) if needed else None
+    elif isinstance(heads, str):
+        heads = resolve_heads(heads, pair.name)
     chat = check_prompt_kind(prompt)
-    return Stream(Session(pair, pair.encode(prompt), config, mask=mask, guard=guard, chat=chat))
+    return Stream(Session(pair, pair.encode(prompt), config, mask=mask, heads=heads, guard=guard, chat=chat))
 
 
 def generate(
@@ -122,6 +132,7 @@ def generate(
     prompt: Prompt,
     *,
     mask: LayerMask | str | None = "auto",
+    heads: LightHeads | str | None = "auto",
     guard: Guard | None = None,
     config: GenerationConfig | None = None,
     **options: Any,
@@ -131,7 +142,7 @@ def generate(
     Raises:
         ViasdError: If anything about the request can't be done; before the first token.
     """
-    answer = stream(pair, prompt, mask=mask, guard=guard, config=config, **options)
+    answer = stream(pair, prompt, mask=mask, heads=heads, guard=guard, config=config, **options)
     for _ in answer:
         pass
     return answer.result

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from viasd.deferral import READS_DRAFTER, DeferralRule
-from viasd.errors import OptionError
+from viasd.errors import MaskError, OptionError
+from viasd.heads import ExitHead, LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
-from viasd.runtime.config import DecodingConfig, Plan
+from viasd.runtime.config import EXIT_THRESHOLD, MAX_PENDING, DecodingConfig, Plan
 from viasd.runtime.costs import cost_table
 from viasd.runtime.drafters import (
     Drafter,
@@ -20,10 +21,12 @@ from viasd.runtime.drafters import (
     SelfDrafter,
     VerticalDrafter,
 )
+from viasd.runtime.exits import CalibratedExits, ExitCosts, ExitRule, FixedExits
 from viasd.runtime.gates import Gate
 from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace, Pace
-from viasd.runtime.names import LOSSY, RULES, UNDRAFTED
+from viasd.runtime.names import EXITING, LOSSY, RULES, UNDRAFTED
 from viasd.runtime.strategies import (
+    AdaDecode,
     ChainedCascade,
     DeferringDecoding,
     GatedCascade,
@@ -36,6 +39,7 @@ from viasd.runtime.strategies import (
     rule_law,
 )
 from viasd.runtime.target import TieredTarget
+from viasd.runtime.wave import LayerWave
 
 DEFAULT_AUDIT = 0.05
 DEFAULT_ALPHA = 0.1
@@ -61,6 +65,7 @@ class Assembly:
         stop_tokens: After one of these nothing more is drafted.
         context: Tokens of the prompt.
         note: Receives sentences that a person should know.
+        heads: The light heads, where there are any.
     """
 
     pair: Pair
@@ -71,6 +76,7 @@ class Assembly:
     stop_tokens: frozenset[int]
     context: int
     note: Callable[[str], None]
+    heads: LightHeads | None = None
 
     def drafter(self, bench: Workbench) -> Drafter | None:
         """The plan's drafter, None where nothing is drafted.
@@ -110,6 +116,8 @@ class Assembly:
     def strategy(self, bench: Workbench, drafter: Drafter | None, gate: Callable[[], Gate]) -> Strategy:
         """The plan's strategy; `gate` makes the gate of via mode."""
         config, name = self.config, self.plan.strategy
+        if name in EXITING:
+            return self._exiting(bench)
         if drafter is None:
             return SlimAlone(bench) if name == "slim" else Plain(bench)
         if name in LOSSY:
@@ -136,6 +144,28 @@ class Assembly:
             gamma=config.gamma,
             recheck=config.recheck is not False,
             audit=DEFAULT_AUDIT if config.audit is None else config.audit,
+        )
+
+    def _exiting(self, bench: Workbench) -> Strategy:
+        """AdaDecode over the heads."""
+        config, heads = self.config, self.heads
+        assert heads is not None  # the session has seen to that
+        longest = MAX_PENDING if config.max_pending is None else config.max_pending
+        bound = bound_heads(self.pair, heads)
+        rule: ExitRule
+        if config.exit_rule == "auto" or (config.exit_rule is None and config.exit_threshold is None):
+            start = heads.details.get("calibration")
+            rule = CalibratedExits(exit_costs(self.pair, heads), heads.exits, longest, start)
+        else:
+            rule = FixedExits(EXIT_THRESHOLD if config.exit_threshold is None else config.exit_threshold)
+        return AdaDecode(
+            bench,
+            LayerWave(self.target, bound),
+            rule,
+            max_pending=longest,
+            alpha=alpha_of(config) if self.plan.mode == "bounded" else 0.0,
+            verify=config.verify != "off",
+            stop_tokens=self.stop_tokens,
         )
 
     def _pace(self, bench: Workbench, drafter: Drafter) -> Pace | None:
@@ -168,6 +198,54 @@ class Assembly:
                 "one adds nothing; raise --self-skip"
             )
         return SelfDrafter(self.target, thinned, **self._stops)
+
+
+def bound_heads(pair: Pair, heads: LightHeads) -> dict[int, ExitHead]:
+    """Heads at work on a pair's target; their cut LM head is made once a pair."""
+    key = ("heads", heads.digest)
+    if key not in pair.measured:
+        pair.measured[key] = heads.bind(pair.target)
+    bound: dict[int, ExitHead] = pair.measured[key]
+    return bound
+
+
+def headed(mask: LayerMask | None, heads: LightHeads | None, pair: Pair) -> LayerMask | None:
+    """A mask with the head that it ends in, where it ends in one.
+
+    Args:
+        mask: The mask, or None.
+        heads: Heads that were given; None takes those that the mask's file names.
+        pair: The pair.
+
+    Raises:
+        MaskError: If the mask ends in a head and there is none for it.
+        HeadsError: If the named file can't be read or is for another target.
+    """
+    if mask is None or mask.prefix is None or mask.head is not None:
+        return mask
+    if heads is None and mask.heads is not None:
+        heads = LightHeads.load(mask.heads)
+        heads.check(pair.target, pair.target_id)
+    if heads is None:
+        raise MaskError(
+            f"mask '{mask.name}' ends behind layer {mask.prefix}, so it needs a light head there; add --heads FILE"
+        )
+    if mask.prefix not in heads.exits:
+        raise MaskError(
+            f"mask '{mask.name}' ends behind layer {mask.prefix}, but {heads.name} has heads behind "
+            f"{', '.join(map(str, heads.exits))}; use one of these"
+        )
+    return replace(mask, head=bound_heads(pair, heads)[mask.prefix])
+
+
+def exit_costs(pair: Pair, heads: LightHeads) -> ExitCosts:
+    """Costs of a head and of the readout, in passes through one layer, by the weights that each reads."""
+    model = pair.target
+    words = model.vocabulary if heads.shortlist is None else len(heads.shortlist)
+    width = model.config.hidden_size
+    layer = sum(p.numel() for layer in model.layers for p in layer.parameters()) / model.n_layers
+    turn = 0 if heads.transforms is None else width * width
+    return ExitCosts(model.n_layers, (words * width + turn) / layer, model.vocabulary * width / layer)
 
 
 def alpha_of(config: DecodingConfig) -> float:

@@ -12,11 +12,12 @@ from typing import Any
 import viasd
 from viasd.errors import ContextLengthError, OptionError, ViasdError
 from viasd.files import cache_folder, make_folder, write_atomically
+from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
 from viasd.runtime.api import make_config
 from viasd.runtime.config import MODES, plan
-from viasd.runtime.display import Screen, counts, play, shares
+from viasd.runtime.display import Screen, counts, exits, play, shares
 from viasd.runtime.gates import Thresholds
 from viasd.runtime.guard import Guard
 from viasd.runtime.metrics import Counters
@@ -63,6 +64,7 @@ class Chat:
         screen: Where to show things.
         templated: Use the chat template; otherwise each line is completed by itself.
         system: System message.
+        heads: Light heads, or what ``--heads`` takes.
         read: Reads a line, as `input` does.
 
     Raises:
@@ -78,12 +80,14 @@ class Chat:
         *,
         templated: bool,
         system: str | None = None,
+        heads: LightHeads | str | None = "auto",
         read: Callable[[str], str] = input,
     ) -> None:
         self._pair = pair
         self._screen = screen
         self._templated = templated
         self._system = system
+        self._heads = heads
         self._read = read
         self._options, self._mask = options, mask
         self._change(options, mask)
@@ -156,7 +160,7 @@ class Chat:
         if self._templated:
             system = [] if self._system is None else [{"role": "system", "content": self._system}]
             prompt = [*system, *self._messages, question]
-        answer = start(self._pair, prompt, mask=self._mask, config=self._config, guard=self._guard)
+        answer = start(self._pair, prompt, mask=self._mask, heads=self._heads, config=self._config, guard=self._guard)
         result = play(answer, self._screen)
         if answer.session.guard is not None:
             self._guard = answer.session.guard
@@ -241,6 +245,8 @@ class Chat:
         self._screen.say(f"{len(self._turns)} answers, {totals.emitted} tokens in {speed}")
         self._screen.say(f"{counts(totals)} | {shares(totals)}")
         self._screen.say("time: " + ", ".join(f"{part} {share:.0%}" for part, share in totals.time_share.items()))
+        if totals.early.exits:
+            self._screen.say(exits(totals))
         if totals.unseen or audit.blocks:
             low, high = audit.interval
             self._screen.say(
@@ -263,6 +269,7 @@ class Chat:
             "dtype": pair.dtype,
             "device": pair.device,
             "mask": None if self._mask is None else self._mask.to_json(),
+            "heads": self._heads.name if isinstance(self._heads, LightHeads) else self._heads,
             "options": settings,
             "system": self._system,
             "messages": self._messages,

@@ -14,6 +14,7 @@ from viasd.pairs import DEFAULT_PAIR, list_pairs, parse_pair
 from viasd.runtime.command import INTERRUPTED, complain, run_command
 from viasd.runtime.display import Screen, play, print_json, show_pairs
 from viasd.runtime.models import load_models
+from viasd.runtime.names import EXITING, MASKED
 from viasd.runtime.options import PAPER_MEANS, PROG, options_from_args, parse_args
 
 if TYPE_CHECKING:
@@ -87,35 +88,40 @@ def _make_config(args: argparse.Namespace) -> GenerationConfig:
     """The configuration, and every complaint about it that needs no model."""
     from viasd.runtime.api import make_config
     from viasd.runtime.config import plan
-    from viasd.shipped import find_mask, shipped_mask
+    from viasd.shipped import find_mask, resolve_heads, shipped_mask
 
     config = make_config(options_from_args(args))
     spec = args.mask or "auto"
     has_mask = spec != "none"
     if spec == "auto":
-        name = (
-            None
-            if args.target
-            else parse_pair(DEFAULT_PAIR if args.pair is None else args.pair, base=bool(args.base)).name
-        )
+        name = _pair_name(args)
         has_mask = name is not None and shipped_mask(name) is not None
-    elif has_mask and not spec.startswith("even:"):
+    elif has_mask and not spec.startswith(("even:", "prefix:")):
         find_mask(spec)
     plan(config.decoding, has_mask=has_mask)
+    if args.heads is not None or args.strategy in EXITING or spec.startswith("prefix:"):
+        resolve_heads(args.heads or "auto", _pair_name(args))
     return config
+
+
+def _pair_name(args: argparse.Namespace) -> str | None:
+    """Name of the pair that was asked for, None for a target of no pair."""
+    if args.target:
+        return None
+    return parse_pair(DEFAULT_PAIR if args.pair is None else args.pair, base=bool(args.base)).name
 
 
 def _answer(pair: Pair, prompt: str, config: GenerationConfig, args: argparse.Namespace, screen: Screen) -> int:
     """One-shot mode."""
     from viasd.runtime.prompting import start, wants_chat
-    from viasd.shipped import resolve_mask
 
-    mask = resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name)
+    heads = args.heads or "auto"
+    mask = args.mask or "auto"
     if wants_chat(pair, args.chat, args.system, base=bool(args.base)):
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        answer = start(pair, [*system, {"role": "user", "content": prompt}], mask=mask, config=config)
+        answer = start(pair, [*system, {"role": "user", "content": prompt}], mask=mask, heads=heads, config=config)
     else:
-        answer = start(pair, prompt, mask=mask, config=config)
+        answer = start(pair, prompt, mask=mask, heads=heads, config=config)
     result = play(answer, screen, show=not args.json)
     if result is None:
         raise KeyboardInterrupt
@@ -143,13 +149,16 @@ def _chat(pair: Pair, args: argparse.Namespace, screen: Screen) -> int:
     from viasd.runtime.prompting import wants_chat
     from viasd.shipped import resolve_mask
 
+    # A mask was not asked for where the strategy has no use for one (that would have been refused).
+    unmasked = args.strategy is not None and args.strategy not in MASKED
     chat = Chat(
         pair,
         options_from_args(args),
-        resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name),
+        None if unmasked else resolve_mask(args.mask or "auto", pair.target.n_layers, pair.name),
         screen,
         templated=wants_chat(pair, args.chat, args.system, base=bool(args.base)),
         system=args.system,
+        heads=args.heads or "auto",
     )
     with history(screen):
         chat.run()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from viasd.errors import OptionError
 from viasd.runtime.gates import THETA_ACC, THETA_ESC, Thresholds
-from viasd.runtime.names import LOSSY, MASKED, MODELESS, MODES, RULES, STRATEGIES
+from viasd.runtime.names import EXITING, LOSSY, MASKED, MODELESS, MODES, RULES, STRATEGIES
 from viasd.sampling import Processor, SamplingConfig
 
 GATES = ("guarded", "ratio")
 TIERS = ("auto", "2", "3")
 DRAFT_LENGTHS = ("auto", "fixed")
+EXIT_RULES = ("auto", "fixed")
+VERIFY = ("on", "off")
 
 GAMMA = 5  # block length of the paper
 SELF_SKIP = 0.6
+EXIT_THRESHOLD = 0.75  # gamma and M of AdaDecode's paper
+MAX_PENDING = 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,12 @@ class DecodingConfig:
         slim_rounds: Blocks judged by the slim verifier before the full one is called (cascade, lossless and bounded).
         draft_min_prob: The drafter stops before drawing where it is less sure than this.
         self_skip: Share of layers that the ``self`` drafter skips.
+        exit_rule: Of strategy adadecode: ``fixed`` exits where a head's largest probability is above `exit_threshold`;
+            ``auto`` where a guess is expected to pay, by what became of earlier ones. None is fixed where there is a
+            threshold, else auto.
+        exit_threshold: At least 0; from 1 on nothing exits. None is `EXIT_THRESHOLD`.
+        max_pending: Most guesses that wait for the full verifier (adadecode), at least 0. None is `MAX_PENDING`.
+        verify: ``off`` takes every guess untested (adadecode; an ablation, **lossy**). None is on.
 
     Raises:
         OptionError: If a value is out of range or contradicts another.
@@ -61,6 +72,10 @@ class DecodingConfig:
     slim_rounds: int | None = None
     draft_min_prob: float = 0.0
     self_skip: float = SELF_SKIP
+    exit_rule: str | None = None
+    exit_threshold: float | None = None
+    max_pending: int | None = None
+    verify: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
@@ -85,6 +100,14 @@ class DecodingConfig:
             _share("alpha", self.alpha)
         elif self.alpha is not None and not 0 < self.alpha < 1:
             raise OptionError(f"alpha must be above 0 and below 1, but got {self.alpha:g}; alpha 0 is --mode lossless")
+        if self.exit_rule is not None:
+            _one_of("exit_rule", self.exit_rule, EXIT_RULES)
+        if self.verify is not None:
+            _one_of("verify", self.verify, VERIFY)
+        if self.exit_threshold is not None and not 0 <= self.exit_threshold < math.inf:
+            raise OptionError(f"exit_threshold must be at least 0, but got {self.exit_threshold}")
+        if self.max_pending is not None and self.max_pending < 0:
+            raise OptionError(f"max_pending must be at least 0, but got {self.max_pending}")
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
@@ -97,7 +120,7 @@ class DecodingConfig:
             raise OptionError("plain decoding is always lossless; leave out --mode bounded")
         if self.tiers == "3" and not three_tiers:
             raise OptionError(f"three tiers contradict strategy {self.strategy}; use --strategy cascade")
-        if self.tiers == "2" and self.strategy in ("plain", "slim"):
+        if self.tiers == "2" and self.strategy in ("plain", "slim", *EXITING):
             raise OptionError(f"two tiers contradict strategy {self.strategy}; use --strategy sd")
         if self.tiers == "2" and self.mode == "via":
             raise OptionError("mode via needs the slim tier; leave out --tiers 2")
@@ -110,6 +133,12 @@ class DecodingConfig:
             raise OptionError("max_disagreement is the guard's budget, but --gate ratio switches the guard off")
         if self.draft_length is not None and self.strategy not in ("auto", "cascade", "sd"):
             raise OptionError(f"draft_length is about two tiers (sd), but strategy is {self.strategy}; leave it out")
+        if self.strategy not in EXITING and (idle := _given(self, _EXITS_ONLY)):
+            raise OptionError(f"{idle} only means something with early exits; add --strategy adadecode")
+        if self.exit_rule == "auto" and self.exit_threshold is not None:
+            raise OptionError("exit_threshold is the rule of fixed exits, but exit_rule is auto; leave one out")
+        if self.verify == "off" and self.mode is not None:
+            raise OptionError(f"verify off promises nothing, so it contradicts mode {self.mode}; leave one out")
         if self.slim_rounds is not None and (not three_tiers or self.tiers == "2" or via):
             raise OptionError("slim_rounds only means something for a cascade in lossless or bounded mode")
 
@@ -156,7 +185,7 @@ def plan(config: DecodingConfig, *, has_mask: bool) -> Plan:
     if strategy == "cascade" and config.tiers == "2":
         strategy = "sd"
     if mode is None:
-        mode = _own_mode(strategy)
+        mode = "unbounded" if config.verify == "off" else _own_mode(strategy)
     if mode != "via" and (idle := _given(config, _VIA_ONLY)):
         raise OptionError(f"{idle} needs the slim verifier of via mode, but this is {strategy}, {mode}; {_MAKE_MASK}")
     if strategy != "cascade" and config.slim_rounds is not None:
@@ -172,6 +201,7 @@ def _own_mode(strategy: str) -> str:
 
 
 _VIA_ONLY = ("gate", "thresholds", "max_disagreement", "audit", "recheck")
+_EXITS_ONLY = ("exit_rule", "exit_threshold", "max_pending", "verify")
 _MAKE_MASK = "add --mask even:0.45 or --mask FILE"
 _NO_MASK = f"a slim verifier needs a mask and none was given or found; {_MAKE_MASK}"
 

@@ -92,7 +92,7 @@ def cost_table(pair: Pair, route: Route | None, context: int, gamma: int, drafte
         said = {
             "machine": [cpu_name(), os.cpu_count(), torch.get_num_threads(), _accelerator(pair)],
             **models_said(pair),
-            "routes": [None if r is None else [r.keep, r.partial] for r in (route, drafter)],
+            "routes": [None if r is None else r.key for r in (route, drafter)],
             "bucket": bucket,
             "sizes": list(sizes),
         }

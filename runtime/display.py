@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from viasd.pairs import DEFAULT_PAIR, PairSpec
-from viasd.runtime.names import MASKED
+from viasd.runtime.names import EXITING, MASKED
 
 if TYPE_CHECKING:
     from viasd.mask import LayerMask
@@ -150,7 +150,10 @@ def status_line(result: Result) -> str:
     """One line: speed, acceptance, calls per token, and shares by tier."""
     stats = result.stats
     speed = f"{stats.seconds:.1f} s ({result.finish_reason}), {stats.tokens_per_second:.1f} tok/s"
-    return f"{stats.emitted} tokens, {speed} | {counts(stats)} | {shares(stats)} | {result.strategy} {result.mode}"
+    early = f" | {exits(stats)}" if result.strategy in EXITING else ""
+    return (
+        f"{stats.emitted} tokens, {speed} | {counts(stats)} | {shares(stats)}{early} | {result.strategy} {result.mode}"
+    )
 
 
 def counts(stats: Counters) -> str:
@@ -159,6 +162,18 @@ def counts(stats: Counters) -> str:
     return (
         f"{accepted:.2f} accepted, {stats.block_efficiency:.2f} emitted/round | "
         f"q' {stats.slim_calls_per_token:.2f}, q {stats.full_calls_per_token:.2f} calls/token"
+    )
+
+
+def exits(stats: Counters) -> str:
+    """Early exits: where, how many were refused, how many waited together, and what a token cost in layers."""
+    early = stats.early
+    where = ", ".join(f"{layers}: {count}" for layers, count in sorted(early.exits.items())) or "none"
+    cycles = sum(early.pending.values())
+    pending = sum(early.exits.values()) / cycles if cycles else 0.0
+    return (
+        f"exits ({where}), {sum(early.refused.values())} refused, {pending:.2f} pending/cycle, "
+        f"{stats.layers_per_token:.1f} layers/token"
     )
 
 

@@ -5,6 +5,7 @@ A ratio whose denominator is 0 reads 0.0; the count beside it says that nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -44,6 +45,47 @@ class Audit:
 
 
 @dataclass(slots=True)
+class EarlyExits:
+    """What `adadecode` did; all empty elsewhere.
+
+    Attributes:
+        exits: Guesses by the number of layers after which they were made.
+        refused: Those of them that the full verifier was the first of its cycle to refuse.
+        pending: Cycles by the number of guesses they ended with.
+        layer_passes: Passes through one layer, however many tokens travelled together; plain decoding has as many a token
+            as there are layers.
+    """
+
+    exits: dict[int, int] = field(default_factory=dict)
+    refused: dict[int, int] = field(default_factory=dict)
+    pending: dict[int, int] = field(default_factory=dict)
+    layer_passes: int = 0
+
+    def ended(self, exits: Sequence[int], refused: int | None) -> None:
+        """A cycle ended: where its guesses were made, and which of them was refused first."""
+        for layers in exits:
+            self.exits[layers] = self.exits.get(layers, 0) + 1
+        if refused is not None:
+            self.refused[exits[refused]] = self.refused.get(exits[refused], 0) + 1
+        self.pending[len(exits)] = self.pending.get(len(exits), 0) + 1
+
+    def merge(self, other: EarlyExits) -> None:
+        """Add the counts of another generation to these."""
+        for mine, theirs in ((self.exits, other.exits), (self.refused, other.refused), (self.pending, other.pending)):
+            for key, count in theirs.items():
+                mine[key] = mine.get(key, 0) + count
+        self.layer_passes += other.layer_passes
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts as a JSON object; layers and lengths are its keys, as text."""
+        counts = {"exits": self.exits, "refused": self.refused, "pending": self.pending}
+        return {
+            **{name: {str(k): count for k, count in sorted(found.items())} for name, found in counts.items()},
+            "layer_passes": self.layer_passes,
+        }
+
+
+@dataclass(slots=True)
 class Counters:
     """Counts of one generation, or of several after `merge`.
 
@@ -71,6 +113,7 @@ class Counters:
         seconds: Wall time of generating.
         seconds_by_tier: Its parts: drafter, slim, full, prefill, and loop for what is none of them.
         audit: Audited disagreement.
+        early: Exits of `adadecode`.
     """
 
     emitted: int = 0
@@ -92,6 +135,7 @@ class Counters:
     seconds: float = 0.0
     seconds_by_tier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     audit: Audit = field(default_factory=Audit)
+    early: EarlyExits = field(default_factory=EarlyExits)
 
     @property
     def rejection_rate(self) -> float:
@@ -122,6 +166,11 @@ class Counters:
     def block_efficiency_per_full_call(self) -> float:
         """Emitted tokens per full-verifier pass, the bonus token counted."""
         return _ratio(self.emitted, self.full_calls)
+
+    @property
+    def layers_per_token(self) -> float:
+        """Passes through one layer per emitted token (`adadecode`); plain decoding has the number of layers."""
+        return _ratio(self.early.layer_passes, self.emitted)
 
     @property
     def tokens_per_second(self) -> float:
@@ -167,6 +216,7 @@ class Counters:
             "drafter_tokens_fed": self.drafter_tokens_fed,
             "slim_tokens_fed": self.slim_tokens_fed,
             "full_tokens_fed": self.full_tokens_fed,
+            "early": {**self.early.as_json(), "layers_per_token": self.layers_per_token},
         }
 
     def merge(self, other: Counters) -> None:
@@ -178,6 +228,7 @@ class Counters:
         for part, seconds in other.seconds_by_tier.items():
             self.seconds_by_tier[part] += seconds
         self.audit.blocks.extend(other.audit.blocks)
+        self.early.merge(other.early)
 
     def check(self) -> list[str]:
         """Sentences for every violated invariant; empty when the counts are consistent."""
@@ -194,6 +245,15 @@ class Counters:
         for small, large in _ORDERED:
             if getattr(self, small) > getattr(self, large):
                 found.append(f"{small} is {getattr(self, small)}, above {large} = {getattr(self, large)}")
+        early = self.early
+        found += [
+            f"{count} guesses behind layer {layers} were refused, but only {early.exits.get(layers, 0)} were made"
+            for layers, count in early.refused.items()
+            if count > early.exits.get(layers, 0)
+        ]
+        guesses, waited = sum(early.exits.values()), sum(n * count for n, count in early.pending.items())
+        if guesses != waited:
+            found.append(f"{guesses} guesses were made at exits, but {waited} waited for the full verifier")
         parts = sum(self.seconds_by_tier.values())
         if parts > self.seconds + _TIME_SLACK:
             found.append(f"seconds is {self.seconds}, but its parts add up to {parts}")

@@ -6,13 +6,15 @@ from __future__ import annotations
 RULES = ("chow", "diff", "opt", "token-v1", "token-v2", "token-v3")
 #: Strategies of the literature, for comparison.
 BASELINES = ("lossy", *RULES, "vertical", "horizontal", "self-sd", "slim")
-STRATEGIES = ("auto", "plain", "sd", "cascade", *BASELINES)
+STRATEGIES = ("auto", "plain", "sd", "cascade", "adadecode", *BASELINES)
 #: Strategies with a parameter alpha of their own.
 LOSSY = ("lossy", *RULES)
 #: Strategies that use a mask, `auto` where there is one.
 MASKED = ("auto", "cascade", "self-sd", "slim")
-#: Strategies that draft nothing.
-UNDRAFTED = ("plain", "slim")
+#: Strategies that guess at exits of the target's own.
+EXITING = ("adadecode",)
+#: Strategies that use no drafter.
+UNDRAFTED = ("plain", "slim", *EXITING)
 #: Strategies whose law follows from their name; the others take a mode.
 MODELESS = (*LOSSY, "slim")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import viasd
 from viasd import masks
-from viasd.errors import MaskError, OptionError
+from viasd.errors import HeadsError, MaskError, OptionError
 from viasd.runtime.command import is_file
 from viasd.runtime.models import Parser, add_model_options, check_exclusive, check_models, given_options, option
-from viasd.runtime.names import BASELINES, MASKED, MODES, STRATEGIES, UNDRAFTED
+from viasd.runtime.names import BASELINES, EXITING, MASKED, MODES, STRATEGIES, UNDRAFTED
 
 PROG = "viasd-run"
 
@@ -26,6 +26,10 @@ what the status line counts:
   q', q calls/token  forward passes of the slim and the full verifier per emitted token, the prompt's own left out;
                    plain decoding has 0 and 1
   shares           emitted tokens by the tier they were drawn from: drafter, slim verifier, full verifier
+  exits, refused   (adadecode) guesses by the number of layers after which they were made, and those that the full verifier
+                   refused
+  pending          (adadecode) guesses per cycle that waited for it
+  layers/token     (adadecode) passes through one layer per emitted token; plain decoding has the number of layers
   disagreement     (lossy modes) of blocks that skipped the full verifier, some are checked by it all the same: the
                    summed number of tokens it would have said otherwise, with a 95 % interval per token"""
 
@@ -60,7 +64,7 @@ _DIRECT = (
         "seed",
         "stop",
     ),
-    *("max_new_tokens", "ignore_eos"),
+    *("max_new_tokens", "ignore_eos", "exit_rule", "exit_threshold", "max_pending", "verify"),
 )
 _LISTING = {"list_pairs", "json", "base", "no_color", "quiet"}
 # Two options of which only one can be given, and why.
@@ -97,13 +101,20 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--mask",
         metavar="SPEC",
-        help="layers of the slim verifier: auto (default: a shipped one), none, even:RATIO, a file or a shipped mask's name",
+        help="layers of the slim verifier: auto (default: a shipped one), none, even:RATIO, prefix:E (the first E layers "
+        "and a light head, see --heads), a file or a shipped mask's name",
+    )
+    decoding.add_argument(
+        "--heads",
+        metavar="SPEC",
+        help="light heads of adadecode and of prefix masks: auto (default: shipped ones), a file of viasd-fit heads, or "
+        "lens:E,E,... (untrained ones behind so many layers)",
     )
     decoding.add_argument(
         "--strategy",
         choices=STRATEGIES,
         metavar="NAME",
-        help=f"auto (default), plain, sd, cascade; for comparison: {', '.join(BASELINES)}",
+        help=f"auto (default), plain, sd, cascade, adadecode; for comparison: {', '.join(BASELINES)}",
     )
     decoding.add_argument("--tiers", choices=("auto", "2", "3"), help="auto measures whether the slim verifier pays")
     decoding.add_argument("--mode", choices=MODES, help="(default via with a mask, else lossless)")
@@ -130,6 +141,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     decoding.add_argument("--slim-rounds", type=int, metavar="N", help="slim blocks per full call (lossless, bounded)")
     decoding.add_argument("--draft-min-prob", type=float, metavar="X", help="the drafter stops where less sure")
+    decoding.add_argument(
+        "--exit-threshold",
+        type=float,
+        metavar="X",
+        help="adadecode: exit where a head is surer than this (the paper: 0.75)",
+    )
+    decoding.add_argument(
+        "--exit-rule",
+        choices=("fixed", "auto"),
+        help="adadecode: auto (default) exits where a guess should pay, fixed above --exit-threshold",
+    )
+    decoding.add_argument(
+        "--max-pending", type=int, metavar="N", help="adadecode: most guesses that wait to be verified (default 5)"
+    )
+    decoding.add_argument(
+        "--verify", choices=("on", "off"), help="adadecode: off takes guesses untested (an ablation; LOSSY)"
+    )
     decoding.add_argument("--self-skip", type=float, metavar="X", help="layers that a self drafter skips (default 0.6)")
 
     sampling = parser.add_argument_group("sampling and length")
@@ -176,6 +204,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _check_preset(args, given)
     _check_self_skip(args, given, check_models(args))
     _check_mask(args, given)
+    _check_heads(args, given)
     _check_decoding(args, given)
     _check_text(args)
     return args
@@ -250,11 +279,27 @@ def _check_mask(args: argparse.Namespace, given: set[str]) -> None:
             good = False
         if not good:
             raise MaskError(f"--mask even:RATIO takes a number from 0 to below 1, such as even:0.45, but got {ratio!r}")
+    elif kind == "prefix" and colon:
+        if not ratio.isdecimal() or int(ratio) < 1:
+            raise MaskError(
+                f"--mask prefix:E takes a number of layers of at least 1, such as prefix:15, but got {ratio!r}"
+            )
     elif args.mask not in ("none", *masks.names()) and not is_file(args.mask):
         raise MaskError(
-            f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO, a file, or one of "
+            f"no mask file at {args.mask!r}; --mask takes auto, none, even:RATIO, prefix:E, a file, or one of "
             f"{', '.join(masks.names()) or 'no shipped masks'}"
         )
+
+
+def _check_heads(args: argparse.Namespace, given: set[str]) -> None:
+    if args.heads is None:
+        return
+    if args.strategy not in EXITING and (args.mask in (None, "auto", "none") or args.mask.startswith("even:")):
+        raise OptionError(
+            "--heads is for --strategy adadecode or for --mask prefix:E; add one of them, or leave it out"
+        )
+    if args.heads != "auto" and not args.heads.startswith("lens:") and not is_file(args.heads):
+        raise HeadsError(f"no file of light heads at {args.heads!r}; --heads takes auto, a file or lens:E,E,...")
 
 
 def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:

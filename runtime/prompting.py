@@ -5,6 +5,7 @@ from __future__ import annotations
 from jinja2.exceptions import TemplateError
 
 from viasd.errors import OptionError
+from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
 from viasd.runtime.api import Stream, stream
@@ -36,7 +37,13 @@ def wants_chat(pair: Pair, chat: bool | None, system: str | None, *, base: bool)
 
 
 def start(
-    pair: Pair, prompt: Prompt, *, mask: LayerMask | None, config: GenerationConfig, guard: Guard | None = None
+    pair: Pair,
+    prompt: Prompt,
+    *,
+    mask: LayerMask | str | None,
+    heads: LightHeads | str | None = "auto",
+    config: GenerationConfig,
+    guard: Guard | None = None,
 ) -> Stream:
     """Starts an answer; a chat template's own complaints become an error of ours.
 
@@ -44,6 +51,6 @@ def start(
         ViasdError: As `viasd.runtime.api.stream`.
     """
     try:
-        return stream(pair, prompt, mask=mask, config=config, guard=guard)
+        return stream(pair, prompt, mask=mask, heads=heads, config=config, guard=guard)
     except TemplateError as error:
         raise OptionError(f"the chat template of {pair.target_id} refuses this conversation: {error}") from error

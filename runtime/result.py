@@ -28,6 +28,7 @@ class Result:
         dtype: Data type of the target.
         device: Device of the target.
         notes: What a person should know: choices made for them, and how far a lossy output can be trusted.
+        heads: Name of the light heads, or None.
         loss: How far the output can differ from the target's own, in one sentence; the last note of a lossy output.
     """
 
@@ -47,6 +48,7 @@ class Result:
     device: str
     notes: list[str] = field(default_factory=list)
     loss: str = ""
+    heads: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of ``viasd-run --json``."""
@@ -60,6 +62,7 @@ class Result:
             "lossless": self.lossless,
             "pair": self.pair,
             "mask": self.mask,
+            "heads": self.heads,
             "dtype": self.dtype,
             "device": self.device,
             "seed": self.seed,
@@ -87,6 +90,12 @@ def describe_loss(
         return f"LOSSY (bounded): each token has at least {1 - alpha:g} of the probability of the target's own choice"  # type: ignore[operator]
     if mode == "bounded":
         return f"LOSSY (bounded): each token's law is within total variation {alpha:g} of the target's"
+    if mode == "unbounded" and counters.audit.blocks:
+        audit = counters.audit
+        return (
+            f"LOSSY (unbounded): {counters.unseen} of {counters.emitted} tokens were taken without being tested; the full "
+            f"verifier disagrees with {audit.disagreed:.3g} of {audit.tokens} such guesses"
+        )
     if mode == "unbounded":
         return "LOSSY (unbounded): the law is the strategy's own, and nothing bounds how far it is from the target's"
     audit = counters.audit

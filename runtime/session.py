@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from viasd.draws import Draws, SeededDraws
-from viasd.errors import LoadError, OptionError
+from viasd.errors import HeadsError, LoadError, OptionError
+from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
-from viasd.runtime.assembly import Assembly, alpha_of
+from viasd.runtime.assembly import Assembly, alpha_of, headed
 from viasd.runtime.config import SELF_SKIP, GenerationConfig, Plan, thresholds_of
 from viasd.runtime.config import plan as settle_plan
 from viasd.runtime.drafters import Drafter
 from viasd.runtime.gates import Gate, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
 from viasd.runtime.metrics import Counters
-from viasd.runtime.names import MASKED
+from viasd.runtime.names import EXITING, MASKED
 from viasd.runtime.result import Result, describe_loss
 from viasd.runtime.strategies import Emission, Strategy, Workbench
 from viasd.runtime.target import Target, TieredTarget
@@ -134,6 +135,7 @@ class Session:
         prompt_ids: The prompt.
         config: What to do.
         mask: Layers the slim verifier keeps, or None.
+        heads: Light heads, or None.
         guard: A guard that has learnt from earlier answers (a chat); None makes a fresh one.
         chat: Whether the prompt came through a chat template (its answer is then a text of its own).
         draws: Source of randomness (tests); None seeds one.
@@ -141,6 +143,7 @@ class Session:
     Raises:
         OptionError: If options contradict each other or the pair.
         MaskError: If the mask is not for this target.
+        HeadsError: If the heads are not, or are needed and missing.
         ContextLengthError: If the prompt leaves no room.
     """
 
@@ -151,6 +154,7 @@ class Session:
         config: GenerationConfig,
         *,
         mask: LayerMask | None = None,
+        heads: LightHeads | None = None,
         guard: Guard | None = None,
         chat: bool = False,
         draws: Draws | None = None,
@@ -159,6 +163,10 @@ class Session:
         self.config = config
         self.prompt = pair.encode(prompt_ids)
         self.notes: list[str] = []
+        self.heads = heads
+        if heads is not None and (warning := heads.check(pair.target, pair.target_id)):
+            self.notes.append(warning)
+        mask = headed(mask, heads, pair)
         self.mask = mask
         self._mask_warning: str | None = None
         if mask is not None:
@@ -166,6 +174,16 @@ class Session:
             if self._mask_warning:
                 self.notes.append(self._mask_warning)
         self.plan = self._settle()
+        if heads is not None and self.plan.strategy not in EXITING and (mask is None or mask.prefix is None):
+            raise OptionError(
+                f"light heads are for strategy adadecode or a mask that ends in one (prefix:E), but this is "
+                f"{self.plan.strategy} without; leave them out"
+            )
+        if self.plan.strategy in EXITING and heads is None:
+            raise HeadsError(
+                f"strategy {self.plan.strategy} needs light heads and none were given: add --heads FILE (viasd-fit heads "
+                "trains them), or --heads lens:7,15,22 for untrained ones behind so many layers"
+            )
         self.seed = secrets.randbits(31) if config.seed is None else config.seed
         self.counters = Counters()
         self._limit = min(config.max_new_tokens, pair.target.context_length - len(self.prompt))
@@ -182,7 +200,7 @@ class Session:
         bench = Workbench(self._target, self._sampler, self._draws, self.counters)
         stops = frozenset() if config.ignore_eos else pair.eos_ids
         assembly = Assembly(
-            pair, config.decoding, self.plan, mask, self._target, stops, len(self.prompt), self.notes.append
+            pair, config.decoding, self.plan, mask, self._target, stops, len(self.prompt), self.notes.append, heads
         )
         self._drafter = assembly.drafter(bench)
         self._strategy = assembly.strategy(bench, self._drafter, self._make_gate)
@@ -335,6 +353,7 @@ class Session:
             seed=self.seed,
             pair=self.pair.name,
             mask=self.mask.name if self.mask is not None and self.plan.strategy in MASKED else None,
+            heads=None if self.heads is None else self.heads.name,
             dtype=self.pair.dtype,
             device=self.pair.device,
             notes=[*self.notes, *([] if self.plan.lossless else [loss])],

@@ -101,7 +101,7 @@ class TieredTarget:
             )
             kv.boundary = _joined(kv.boundary, captured[resumed])
             kv.slim_len = len(tokens)
-            return self.model.readout(hidden[:, -rows:])
+            return (self.route.readout or self.model.readout)(hidden[:, -rows:])
 
     def settle(self, tokens: Sequence[int]) -> None:
         """See `Target`."""

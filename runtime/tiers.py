@@ -102,7 +102,7 @@ def measure_tiers(
     Acceptance is that of temperature 0 (`greedy`) or of temperature 1; a guard's own escalations are not in it, since what
     it will learn is not known beforehand.
     """
-    key = (mask.keep, mask.partial, config.gamma, mode, config.thresholds, config.self_skip, greedy)
+    key = (mask.route, config.gamma, mode, config.thresholds, config.self_skip, greedy)
     if key not in pair.measured:
         with torch.inference_mode():
             pair.measured[key] = _measure(pair, mask, config, mode, greedy)
@@ -138,7 +138,7 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
     gamma, thresholds = config.gamma, thresholds_of(config)
     said = {
         **models_said(pair),
-        "mask": [mask.keep, mask.partial],
+        "mask": mask.route.key,
         "gamma": gamma,
         "thresholds": [thresholds.accept, thresholds.escalate],
         "self_skip": config.self_skip,

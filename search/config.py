@@ -43,6 +43,8 @@ class SearchConfig:
         study: Name of the study; None makes one of the pair and the settings.
         seed: Seed of every random choice.
         controls: Random masks to compare with; None is as many as `trials`.
+        heads: Light heads (what ``--heads`` takes), each of which is reported beside the masks as a slim verifier of the
+            layers before it; None reports none.
 
     Raises:
         OptionError: If a value is out of range or contradicts another.
@@ -67,6 +69,7 @@ class SearchConfig:
     study: str | None = None
     seed: int = 0
     controls: int | None = None
+    heads: str | None = None
 
     def __post_init__(self) -> None:
         if self.skip is not None and not 0 < self.skip < 1:

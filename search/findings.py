@@ -15,6 +15,7 @@ import transformers
 import viasd
 from viasd.mask import LayerMask
 from viasd.pair import Pair
+from viasd.runtime.assembly import headed
 from viasd.runtime.config import DecodingConfig
 from viasd.runtime.guard import GuardConfig
 from viasd.runtime.tiers import measure_tiers
@@ -26,6 +27,7 @@ from viasd.search.outcome import median_of
 from viasd.search.proposals import Mask, SearchSpace
 from viasd.search.scorer import Scorer
 from viasd.search.walk import PassTimes
+from viasd.shipped import resolve_heads
 
 _MODE = "via"  # the mode that masks are for
 
@@ -123,6 +125,7 @@ def details_of(
                 even = figures
             if times is not None:
                 more["two_tiers"] = reporter.two_tiers(mask.route)
+            more |= prefixes_of(pair, config, reporter.scorer)
             tier = _tier(pair, config, mask)
             more |= _guard(pair, config, text, objective.scorer, reporter.scorer, mask)
     except KeyboardInterrupt:
@@ -202,6 +205,21 @@ def _beats_random(found: Findings, report: Mapping[Mask, Figures]) -> bool | Non
     if not found.complete or best is None or best not in report or found.best not in report:
         return None
     return rank(report[found.best], found.objective) < rank(report[best], found.objective)
+
+
+def prefixes_of(pair: Pair, config: SearchConfig, scorer: Scorer) -> dict[str, Any]:
+    """Slim verifiers that need no mask: the layers before each light head, scored as masks are. Nothing without heads."""
+    if config.heads is None:
+        return {}
+    heads = resolve_heads(config.heads, pair.name)
+    found = []
+    for layers in heads.exits:
+        mask = headed(LayerMask.first(pair.target.n_layers, layers), heads, pair)
+        assert mask is not None
+        score = scorer.score(mask.route)
+        figures = {"cost": score.cost, "kl": score.kl, "agreement": score.agreement, "accept_mass": score.accept_mass}
+        found.append({"layers": layers, **figures})
+    return {"prefixes": {"heads": heads.name, "of": pair.target.n_layers, "found": found}}
 
 
 def _tier(pair: Pair, config: SearchConfig, mask: LayerMask) -> dict[str, Any]:

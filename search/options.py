@@ -89,6 +89,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=None,
         help="score with a cache of the slim path's own, for comparison (decoding shares the full path's)",
     )
+    cost.add_argument(
+        "--heads",
+        metavar="SPEC",
+        help="also report the layers before each of these light heads as a slim verifier: a file of viasd-fit heads, or "
+        "lens:E,E,...",
+    )
     where = parser.add_argument_group("study and output")
     where.add_argument(
         "--storage", metavar="URL", help="journal:///path/file.log or any Optuna URL (default: a file in the cache)"

@@ -58,6 +58,7 @@ def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
         lines += ["", *_table(details), ""]
         lines.append(random_verdict(details))
     lines += front_lines(mask, unicode=unicode)
+    lines += prefix_lines(details)
     if (two := details.get("two_tiers")) is not None:
         lines.append(
             "predicted on the text, ms/token: three tiers with a guard that is always right "
@@ -105,6 +106,25 @@ def front_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
             + ("  <- this file" if one.route == mask.route else "")
         )
     return [*lines, ""]
+
+
+def prefix_lines(details: Mapping[str, Any]) -> list[str]:
+    """The layers before each light head as slim verifiers, best first, beside the mask."""
+    prefixes = details.get("prefixes")
+    if not prefixes:
+        return []
+    rows = [("this mask", details, None if details.get("tv") is None else 1 - details["tv"])]
+    rows += [(f"prefix:{p['layers']} of {prefixes['of']}", p, p["accept_mass"]) for p in prefixes["found"]]
+    rows.sort(key=lambda row: row[1].get("cost", float("inf")))
+    return [
+        f"slim verifiers, best first (a prefix ends in a head of {prefixes['heads']}; escalating costs it no layer twice):",
+        *(
+            f"  {name:22} cost {_number(figures.get('cost'))}  agree {_number(figures.get('agreement'))}  accept mass "
+            f"{_number(mass)}"
+            for name, figures, mass in rows
+        ),
+        "",
+    ]
 
 
 def _milli(seconds: Any) -> str:

@@ -27,6 +27,7 @@ from viasd.search.proposals import DimrSampler, Mask, SearchSpace, front_of, mas
 from viasd.search.storage import open_storage, storage_errors
 from viasd.search.study import Progress, Search, agreed, open_study
 from viasd.search.walk import PassTimes
+from viasd.shipped import resolve_heads
 
 _CONTROL = "control:"
 
@@ -75,6 +76,8 @@ def search_mask(pair: Pair, config: SearchConfig, tell: Tell = lambda stage: Non
 def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     started = time.perf_counter()
     space = _space(pair, config)
+    if config.heads is not None:  # before anything is scored: the layers before them are reported at the end
+        resolve_heads(config.heads, pair.name).check(pair.target, pair.target_id)
     sampler = DimrSampler(space, config.trials, len(VALUES[config.goal]))
     text = None if config.calibration == "self" else file_calibration(pair, config.calibration, config.tau)
     setup = _setup(pair, config, space, text)

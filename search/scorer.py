@@ -248,7 +248,7 @@ class Scorer:
                 at = 0
                 for chunk in final.split(ROWS, dim=1):
                     n = chunk.shape[1]
-                    logits = self.model.readout(chunk)
+                    logits = (route.readout or self.model.readout)(chunk)
                     rows = self._rows[number][at : at + n]
                     figures.append(stage_figures(logits, rows, self.alpha, self.beta).double().cpu())
                     best.append(logits.argmax(dim=-1))
@@ -267,9 +267,10 @@ class Scorer:
     def answers(self, route: Route) -> Tensor:
         """A route's argmax at every scored position."""
         found = []
+        readout = route.readout or self.model.readout
         with torch.inference_mode():
             for group in self._groups:
-                found += [self.model.readout(c).argmax(dim=-1) for c in self._run(group, route).split(ROWS, dim=1)]
+                found += [readout(c).argmax(dim=-1) for c in self._run(group, route).split(ROWS, dim=1)]
         return torch.cat(found)
 
     def blocks(self, route: Route) -> Iterator[Block]:
@@ -279,7 +280,7 @@ class Scorer:
             for passage in group:
                 final = self._run([passage], route)
                 for start in range(0, passage.length, self.block):
-                    logits = self.model.readout(final[:, start : start + self.block])
+                    logits = (route.readout or self.model.readout)(final[:, start : start + self.block])
                     best = self._best[number][at + start : at + start + logits.shape[0]]
                     yield Block(passage.tokens, passage.start + start, logits, best.tolist())
                 at += passage.length

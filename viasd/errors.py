@@ -33,9 +33,17 @@ class MaskError(ViasdError):
     """Raised when a layer mask is malformed or belongs to another model."""
 
 
+class HeadsError(ViasdError):
+    """Raised when a file of light heads is malformed or belongs to another model."""
+
+
 class ContextLengthError(ViasdError):
     """Raised when prompt and requested tokens do not fit the model's context."""
 
 
 class ProcessorError(ViasdError):
     """Raised when a logits processor can't be evaluated ahead of committed tokens (it can't be copied)."""
+
+
+class FitError(ViasdError):
+    """Raised when something can't be trained: an unfit corpus, a run that can't go on, or a loss that is no number."""

@@ -276,16 +276,24 @@ class LayeredModel:
             captured[self.n_layers] = hidden
         return hidden, captured
 
-    def readout(self, hidden: Tensor) -> Tensor:
+    def readout(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Hidden states ``[1, n, d]`` after the last layer -> raw logits ``[n, vocabulary]`` in fp32.
 
         Final norm, LM head, and what the family does to its logits (softcap, scale), in the model's own dtype as its
         own forward does; then cut to the common vocabulary and cast.
+
+        Args:
+            hidden: The hidden states.
+            head: Stands in the LM head's place (`viasd.heads`): normed rows ``[n, d]`` -> ``[n, m]``; the result then has
+                its m columns.
         """
-        if self._native_readout is not None and (done := self._native_readout(hidden)) is not None:
+        if head is not None:
+            norm = self.decoder.norm if self._readout is None else self._readout[0]
+            logits: Tensor = head(norm(hidden[0]))
+        elif self._native_readout is not None and (done := self._native_readout(hidden)) is not None:
             # What a family does to its logits is rounded as its own forward would round it.
             changed = any(getattr(self.config, name, None) for name in _LOGIT_CHANGES)
-            logits: Tensor = done.to(self.dtype) if changed else done
+            logits = done.to(self.dtype) if changed else done
         elif self._readout is None:
             logits = self._head(self.decoder.norm(hidden))[0]
         else:
@@ -300,6 +308,24 @@ class LayeredModel:
         if softcap:
             logits = torch.tanh(logits / softcap) * softcap
         return logits.to(torch.float32, memory_format=torch.contiguous_format)
+
+    def head_rows(self, rows: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """The LM head cut to some words of the vocabulary: normed rows ``[n, d]`` -> ``[n, m]``, for `readout`.
+
+        Args:
+            rows: Token ids ``[m]``; None takes the whole vocabulary.
+        """
+        weight, bias = getattr(self._head, "weight", None), getattr(self._head, "bias", None)
+        plain = type(self._head) is nn.Linear and untouched(self._head)
+        if rows is not None and plain and weight is not None and not weight.is_meta:
+            index = rows.to(weight.device)
+            cut = Dense(weight.detach()[index], None if bias is None else bias.detach()[index])
+            return lambda normed: cut(padded(normed, cut))[: normed.shape[0]]
+        index = torch.arange(self.vocabulary) if rows is None else rows
+        if self._readout is None:
+            return lambda normed: self._head(normed)[:, index.to(normed.device)]
+        whole = self._readout[1]
+        return lambda normed: whole(padded(normed, whole))[: normed.shape[0], index.to(normed.device)]
 
     def _own_readout(self, weights: ModelProducts | None) -> tuple[Callable[[Tensor], Tensor], Product] | None:
         """Final norm and LM head without their modules, None where these must run."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from viasd.errors import MaskError
 from viasd.files import write_atomically
 from viasd.layered import LayeredModel
-from viasd.routes import ATTENTION, MLP, PARTS, Route
+from viasd.routes import ATTENTION, MLP, PARTS, Readout, Route
 
 SCHEMA_VERSION = 1
 
@@ -80,10 +80,21 @@ class LayerMask:
     target: ModelIdentity | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     partial: tuple[tuple[int, str], ...] = ()
+    prefix: int | None = None
+    heads: str | None = None
+    head: Readout | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.keep) < 2:
             raise MaskError(f"a mask needs at least two layers, but got {len(self.keep)}")
+        if self.prefix is not None:
+            n = len(self.keep)
+            if not 0 < self.prefix < n or self.partial or self.keep != tuple(i < self.prefix for i in range(n)):
+                raise MaskError(
+                    f"mask '{self.name}' ends in a head behind layer {self.prefix}, so it must keep the layers before that, "
+                    f"at least one and not all {n}, and no other"
+                )
+            return
         if not self.keep[0] or not self.keep[-1]:
             raise MaskError(
                 f"mask '{self.name}' skips the {'first' if not self.keep[0] else 'last'} layer; both must be kept"
@@ -108,10 +119,20 @@ class LayerMask:
         gone = {1 + int((i + 0.5) * inner / skipped) for i in range(skipped)}
         return cls(tuple(i not in gone for i in range(n_layers)), name=f"even:{skip_ratio:g}")
 
+    @classmethod
+    def first(cls, n_layers: int, layers: int, heads: str | None = None) -> LayerMask:
+        """The first `layers` layers, read out by a light head.
+
+        Raises:
+            MaskError: If that is none or all of them.
+        """
+        keep = tuple(i < layers for i in range(n_layers))
+        return cls(keep, name=f"prefix:{layers}", prefix=layers, heads=heads)
+
     @property
     def route(self) -> Route:
         """The route this mask describes."""
-        return Route(self.keep, self.partial)
+        return Route(self.keep, self.partial, self.head)
 
     @property
     def skip_ratio(self) -> float:
@@ -162,6 +183,7 @@ class LayerMask:
             "layers": len(self.keep),
             "keep": [int(k) for k in self.keep],
             **({"sublayers": self._sublayers()} if self.partial else {}),
+            **({} if self.prefix is None else {"prefix": self.prefix, "heads": self.heads}),
             "skip_ratio": round(self.skip_ratio, 6),
             **self.details,
         }
@@ -196,9 +218,21 @@ class LayerMask:
             identity = None if target is None else ModelIdentity(**target)
         except TypeError as error:
             raise MaskError(f"mask '{name}': 'target' must have id, config and weights, but got {target!r}") from error
-        known = {"schema", "name", "pair", "target", "layers", "keep", "sublayers", "skip_ratio"}
+        known = {"schema", "name", "pair", "target", "layers", "keep", "sublayers", "skip_ratio", "prefix", "heads"}
         details = {k: v for k, v in data.items() if k not in known}
-        return cls(tuple(bool(k) for k in keep), data.get("name") or name, data.get("pair"), identity, details, partial)
+        prefix, heads = data.get("prefix"), data.get("heads")
+        if prefix is not None and (not isinstance(prefix, int) or isinstance(prefix, bool)):
+            raise MaskError(f"mask '{name}': 'prefix' must be a number of layers, but got {prefix!r}"[:300])
+        return cls(
+            tuple(bool(k) for k in keep),
+            data.get("name") or name,
+            data.get("pair"),
+            identity,
+            details,
+            partial,
+            prefix,
+            heads,
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes the mask as JSON, to a temporary name first."""
@@ -222,7 +256,9 @@ class LayerMask:
             raise MaskError(f"can't read mask file '{path}': {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers and nesting beyond all reason
             raise MaskError(f"mask file '{path}' is not JSON: {error}") from error
-        return cls.from_json(data, str(path))
+        mask = cls.from_json(data, str(path))
+        # The file's own words stay relative to it, so that the two can be moved together.
+        return mask if mask.heads is None else replace(mask, heads=str(Path(path).parent / mask.heads))
 
 
 # Entries that a search writes as objects; its readers rely on that.
@@ -231,7 +267,7 @@ _OBJECTS = ("controls", "tier", "guard", "guard_reliability", "calibration", "ve
 
 def _check_details(data: dict[str, Any], name: str) -> None:
     """Refuses entries of another kind than a search writes."""
-    for key in ("name", "pair"):
+    for key in ("name", "pair", "heads"):
         text = data.get(key)
         if text is not None and not (isinstance(text, str) and text.isprintable()):
             raise MaskError(f"mask '{name}': '{key}' must be plain text, but got {text!r}"[:300])

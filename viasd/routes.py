@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ATTENTION = "attention"
 MLP = "mlp"
 PARTS = (ATTENTION, MLP)
+
+
+class Readout(Protocol):
+    """What turns the hidden state at a route's end into logits, in place of the model's own readout (`viasd.heads`).
+
+    Attributes:
+        key: Names its weights; readouts of one key are the same.
+    """
+
+    key: str
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in fp32."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -18,10 +36,12 @@ class Route:
     Attributes:
         keep: One flag a layer, True where the whole layer runs.
         partial: Layers of which only one half runs, as (index, ``attention`` or ``mlp``); their `keep` is False.
+        readout: Reads out what leaves the last of them; None is the model's own readout.
     """
 
     keep: tuple[bool, ...]
     partial: tuple[tuple[int, str], ...] = ()
+    readout: Readout | None = None
 
     @classmethod
     def full(cls, n_layers: int) -> Route:
@@ -66,6 +86,11 @@ class Route:
         """Share of layers left out, a half layer counting half."""
         return 1 - (sum(self.keep) + len(self.partial) / 2) / len(self.keep)
 
+    @property
+    def key(self) -> list[Any]:
+        """What tells it from every other route, as JSON can say it."""
+        return [self.keep, self.partial, *([] if self.readout is None else [self.readout.key])]
+
     def thinned(self, skip_ratio: float) -> Route:
         """A sub-route that skips `skip_ratio` of *all* layers, spread evenly over the layers this route keeps whole.
 
@@ -74,6 +99,6 @@ class Route:
         kept = self.whole_layers
         target = max(2, len(self.keep) - round(skip_ratio * len(self.keep)))
         if target >= len(kept):
-            return Route(self.keep)
+            return replace(self, partial=())
         chosen = {kept[round(i * (len(kept) - 1) / (target - 1))] for i in range(target)}
-        return Route(tuple(i in chosen for i in range(len(self.keep))))
+        return replace(self, keep=tuple(i in chosen for i in range(len(self.keep))), partial=())

@@ -164,6 +164,13 @@ class Ahead:
             row = processor(ids, row)
         return row[0]
 
+    def fork(self) -> Ahead:
+        """An evaluation that goes its own way from here."""
+        twin = copy.copy(self)
+        twin._chain = [copy.deepcopy(p) for p in self._chain]
+        twin._ids = list(self._ids)
+        return twin
+
     def push(self, token: int) -> None:
         """The tentative continuation goes on with `token`."""
         if self._chain:

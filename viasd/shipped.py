@@ -1,4 +1,4 @@
-"""The masks that come with the package, and everything that ``--mask`` can name."""
+"""The masks and light heads that come with the package, and everything that ``--mask`` and ``--heads`` can name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from importlib import resources
 
 from viasd import masks
-from viasd.errors import MaskError
+from viasd.errors import HeadsError, MaskError
+from viasd.heads import LENS, LightHeads, parse_exits
 from viasd.mask import LayerMask
+
+_HEADS = ".heads.safetensors"
 
 
 def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None:
-    """What `--mask` names: ``none``, ``auto`` (`shipped_mask` of the pair), ``even:RATIO``, or what `find_mask` finds.
+    """What `--mask` names.
+
+    ``none``, ``auto`` (`shipped_mask` of the pair), ``even:RATIO``, ``prefix:E`` (the first E layers and a light head), or
+    what `find_mask` finds.
 
     Raises:
-        MaskError: If the ratio is not a number, or there is no such mask.
+        MaskError: If the ratio or the number of layers is not a number, or there is no such mask.
     """
     if spec == "none":
         return None
@@ -28,6 +34,12 @@ def resolve_mask(spec: str, n_layers: int, pair: str | None) -> LayerMask | None
         except ValueError as error:
             raise MaskError(f"expected --mask even:RATIO with a number such as even:0.45, but got '{spec}'") from error
         return LayerMask.even(n_layers, ratio)
+    if spec.startswith("prefix:"):
+        try:
+            layers = int(spec.removeprefix("prefix:"))
+        except ValueError as error:
+            raise MaskError(f"expected --mask prefix:E with a number of layers, but got '{spec}'") from error
+        return LayerMask.first(n_layers, layers)
     return find_mask(spec)
 
 
@@ -63,6 +75,28 @@ def shipped_mask(pair: str) -> LayerMask | None:
     drafter is found out before it is used.
     """
     return min(shipped_masks(pair), key=_predicted, default=None)
+
+
+def resolve_heads(spec: str, pair: str | None) -> LightHeads:
+    """What ``--heads`` names: ``auto`` (shipped for the pair's target), ``lens:E,E,...`` (untrained heads), or a file.
+
+    Raises:
+        HeadsError: If none are shipped for this target, or the file can't be read or is malformed.
+        OptionError: If the exits of a lens are.
+    """
+    if spec.startswith(LENS):
+        return LightHeads.lens(parse_exits(spec.removeprefix(LENS)))
+    if spec != "auto":
+        return LightHeads.load(spec)
+    family, _, rest = (pair or "").rpartition("-")
+    file = resources.files(masks) / f"{family}-{rest.partition(':')[2]}{_HEADS}"
+    if not file.is_file():
+        raise HeadsError(
+            f"no light heads come with viasd for {pair or 'this target'}: train some by viasd-fit heads and add --heads "
+            "FILE, or take untrained ones behind so many layers, such as --heads lens:7,15,22"
+        )
+    with resources.as_file(file) as path:
+        return LightHeads.load(path)
 
 
 def _predicted(mask: LayerMask) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -254,3 +254,56 @@ class EnumeratingDraws:
     def audit(self, probability: float) -> bool:
         """See `Draws`."""
         return self.accept(probability)
+
+
+class TableWave:
+    """A wave (`viasd.runtime.wave`) whose rows come from functions of the prefix.
+
+    Args:
+        q: Prefix -> raw logits ``[V]`` of the full verifier.
+        heads: The same of the head behind so many layers.
+        layers: Layers of the target.
+    """
+
+    def __init__(
+        self,
+        q: Callable[[tuple[int, ...]], Tensor],
+        heads: Mapping[int, Callable[[tuple[int, ...]], Tensor]],
+        layers: int,
+    ) -> None:
+        self.exits = tuple(sorted(heads))
+        self.layers = layers
+        self._q = q
+        self._heads = heads
+        self._prefix: tuple[int, ...] = ()
+        self._entered = 0
+        self._depth = 0
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """See `Wave`."""
+        self._prefix, self._entered = tuple(tokens[:-1]), 0
+
+    def enter(self, token: int) -> None:
+        """See `Wave`."""
+        self._prefix, self._entered, self._depth = (*self._prefix, token), self._entered + 1, 0
+
+    def climb(self, exits: bool) -> int:
+        """See `Wave`."""
+        self._depth = min((e for e in self.exits if exits and e > self._depth), default=self.layers)
+        return self._depth
+
+    def promise(self) -> float | None:
+        """See `Wave`."""
+        return None
+
+    def guess(self) -> Tensor:
+        """See `Wave`."""
+        return self._heads[self._depth](self._prefix)
+
+    def wait(self) -> None:
+        """See `Wave`. Tables keep no state."""
+
+    def top(self) -> Tensor:
+        """See `Wave`."""
+        n = self._entered
+        return torch.stack([self._q(self._prefix[: len(self._prefix) - n + 1 + i]) for i in range(n)])

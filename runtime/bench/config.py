@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from viasd.errors import OptionError
-from viasd.runtime.names import LOSSY, STRATEGIES
+from viasd.runtime.names import EXITING, LOSSY, STRATEGIES
 from viasd.runtime.names import MODES as RUN_MODES
 
 PEERS = ("generate", "assisted", "lookup")
@@ -30,6 +30,7 @@ class BenchConfig:
         modes: Modes of the strategies that take one.
         masks: Masks of the strategies that take one, as ``--mask`` of `viasd-run` takes them; empty for the pair's shipped
             mask, or an evenly spaced one.
+        heads: Light heads (what ``--heads`` of `viasd-run` takes) of adadecode and of masks ``prefix:E``; None is none.
         gammas: Longest drafted blocks.
         alpha: Of bounded mode and lossy strategies; None for the default.
         max_new_tokens: Limit of every answer.
@@ -49,6 +50,7 @@ class BenchConfig:
     peers: tuple[str, ...] = PEERS
     modes: tuple[str, ...] = ("lossless",)
     masks: tuple[str, ...] = ()
+    heads: str | None = None
     gammas: tuple[int, ...] = (GAMMA,)
     alpha: float | None = None
     max_new_tokens: int = MAX_NEW_TOKENS
@@ -74,6 +76,10 @@ class BenchConfig:
             least = min(value) if name == "gammas" else value
             if least < 1:
                 raise OptionError(f"{name} must be at least 1, but got {least}")
+        if self.heads is None and (needs := [s for s in self.strategies if s in EXITING]):
+            raise OptionError(f"strategy {needs[0]} needs light heads; add --heads FILE (viasd-fit heads trains them)")
+        if self.heads is None and (needs := [m for m in self.masks if m.startswith("prefix:")]):
+            raise OptionError(f"mask {needs[0]} ends in a light head; add --heads FILE (viasd-fit heads trains them)")
         if self.warmup < 0:
             raise OptionError(f"warmup must be at least 0, but got {self.warmup}")
         if self.alpha is not None and not 0 < self.alpha < 1:

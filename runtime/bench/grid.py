@@ -12,14 +12,14 @@ from viasd.errors import OptionError
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.api import make_config
-from viasd.runtime.assembly import alpha_of
+from viasd.runtime.assembly import alpha_of, headed
 from viasd.runtime.bench.config import BenchConfig
 from viasd.runtime.bench.methods import BASELINE, OWN, Method, MethodSpec, OwnMethod, mask_hash
 from viasd.runtime.bench.peers import Peer
 from viasd.runtime.config import thresholds_of
-from viasd.runtime.names import LOSSY, MASKED, MODELESS, UNDRAFTED
+from viasd.runtime.names import EXITING, LOSSY, MASKED, MODELESS, UNDRAFTED
 from viasd.runtime.session import Session
-from viasd.shipped import resolve_mask
+from viasd.shipped import resolve_heads, resolve_mask
 
 EVEN = "even:0.45"
 STRICT_GAMMAS = (2, 5, 8)
@@ -72,6 +72,7 @@ class _Maker:
         self._config = config
         self._grid = grid
         self._stand_in = False
+        self._heads = None if config.heads is None else resolve_heads(config.heads, pair.name)
 
     def resolve_masks(self) -> None:
         """Reads the masks, or puts an evenly spaced one in the place of a missing one."""
@@ -92,6 +93,7 @@ class _Maker:
         for mask in masks:
             if mask is None:
                 continue
+            mask = headed(mask, self._heads, pair) or mask
             if (warning := mask.check(pair.target, pair.target_id)) is not None:
                 self._grid.notes.append(warning)
             if mask.name in self._grid.masks:
@@ -120,6 +122,8 @@ class _Maker:
             if gamma is not None and len(config.gammas) > 1:
                 parts.append(f"gamma{gamma}")
             self._add("/".join(parts), OWN, options, mask)
+            if strategy in EXITING:
+                self._add("/".join([*parts, "fixed"]), OWN, {**options, "exit_rule": "fixed"}, mask)
 
     def _masks_of(self, strategy: str) -> Sequence[LayerMask | None]:
         """The masks a strategy runs with. `auto` does here what it would do elsewhere, so it gets no stand-in."""
@@ -185,14 +189,19 @@ class _Maker:
                 }
             )
             # Putting a session together tells whether this pair, mask and drafter can do what is asked.
-            plan = Session(self._pair, [1], request, mask=mask).plan
+            heads = self._heads if decoding.get("strategy") in EXITING or (mask is not None and mask.prefix) else None
+            plan = Session(self._pair, [1], request, mask=mask, heads=heads).plan
         except OptionError as error:
             self._grid.notes.append(f"left out: {name} ({error})")
             return
         # Truncated sampling is exact for the truncated law, but that is not q.
         lossless = plan.lossless and "min_p" not in decoding
         options = {"decoding": decoding, "mask": None if mask is None else [mask.name, mask_hash(mask)]}
-        self._grid.methods[name] = OwnMethod(self._pair, MethodSpec(name, kind, lossless, options), request, mask)
+        if heads is not None:
+            options["heads"] = [heads.name, heads.digest]
+        self._grid.methods[name] = OwnMethod(
+            self._pair, MethodSpec(name, kind, lossless, options), request, mask, heads
+        )
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.api import stream
@@ -93,11 +94,20 @@ class OwnMethod:
         spec: What it is.
         config: The request.
         mask: Its mask, or None.
+        heads: Its light heads, or None.
     """
 
-    def __init__(self, pair: Pair, spec: MethodSpec, config: GenerationConfig, mask: LayerMask | None) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        spec: MethodSpec,
+        config: GenerationConfig,
+        mask: LayerMask | None,
+        heads: LightHeads | None = None,
+    ) -> None:
         self.spec = spec
         self.mask = mask
+        self.heads = heads
         self.config = config
         self._pair = pair
         self._guard: Guard | None = None
@@ -105,13 +115,13 @@ class OwnMethod:
 
     def prepare(self, ids: Sequence[int]) -> None:
         """See `Method`. Making the request asks for pass times at the prompt's length."""
-        stream(self._pair, list(ids), mask=self.mask, config=self.config)
+        stream(self._pair, list(ids), mask=self.mask, heads=self.heads, config=self.config)
 
     def answer(self, ids: Sequence[int]) -> Answer:
         """See `Method`."""
         guard = copy.deepcopy(self._guard)
         start = clock(self._pair.target.device)
-        answer = stream(self._pair, list(ids), mask=self.mask, guard=guard, config=self.config)
+        answer = stream(self._pair, list(ids), mask=self.mask, heads=self.heads, guard=guard, config=self.config)
         for _ in answer:
             pass
         seconds = clock(self._pair.target.device) - start
@@ -142,5 +152,6 @@ def clock(device: torch.device) -> float:
 
 
 def mask_hash(mask: LayerMask) -> str:
-    """Short hash of the layers a mask keeps."""
-    return hashlib.sha256(repr((mask.keep, mask.partial)).encode()).hexdigest()[:16]
+    """Short hash of the layers a mask keeps, and of the head it ends in."""
+    key = (mask.keep, mask.partial) if mask.head is None else (mask.keep, mask.partial, mask.head.key)
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

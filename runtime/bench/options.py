@@ -62,7 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--strategies", metavar="LIST", help="comma-separated (default plain,sd,cascade)")
     what.add_argument("--peers", metavar="LIST", help=f"of transformers: {','.join(PEERS)} (default: all), or none")
     what.add_argument("--modes", metavar="LIST", help=f"of {','.join(MODES)} (default lossless)")
-    what.add_argument("--masks", metavar="LIST", help="auto, even:RATIO or files (default: shipped, else even:0.45)")
+    what.add_argument(
+        "--masks", metavar="LIST", help="auto, even:RATIO, prefix:E or files (default: shipped, else even:0.45)"
+    )
+    what.add_argument(
+        "--heads", metavar="SPEC", help="light heads of adadecode and of masks prefix:E, as for viasd-run"
+    )
     what.add_argument("--gammas", metavar="LIST", help=f"longest drafted blocks (default {GAMMA})")
     what.add_argument("--alpha", type=float, metavar="X", help="of bounded mode and of lossy strategies (0.1)")
     what.add_argument(
@@ -110,7 +115,7 @@ def config_from_args(args: argparse.Namespace) -> BenchConfig:
     given: dict[str, Any] = {
         name: value
         for name in (
-            *("alpha", "max_new_tokens", "temperature", "seed", "repeats", "warmup"),
+            *("alpha", "heads", "max_new_tokens", "temperature", "seed", "repeats", "warmup"),
             *("ignore_eos", "check", "baselines"),
         )
         if (value := getattr(args, name)) is not None
@@ -119,9 +124,13 @@ def config_from_args(args: argparse.Namespace) -> BenchConfig:
         if (value := getattr(args, name)) is not None:
             given[name] = () if name == "peers" and value == "none" else _list(name, value, str)
     for spec in given.get("masks", ()):
-        if spec not in ("auto", "none", *masks.names()) and not spec.startswith("even:") and not is_file(spec):
+        if (
+            spec not in ("auto", "none", *masks.names())
+            and not spec.startswith(("even:", "prefix:"))
+            and not is_file(spec)
+        ):
             raise MaskError(
-                f"no mask file at {spec!r}; --masks takes auto, none, even:RATIO, files or shipped masks' names"
+                f"no mask file at {spec!r}; --masks takes auto, none, even:RATIO, prefix:E, files or shipped masks' names"
             )
     if args.gammas is not None:
         given["gammas"] = _list("gammas", args.gammas, int)

@@ -165,6 +165,7 @@ def remarks(summary: Figures) -> list[str]:
         *slower_lines(summary),
         *_failure_lines(summary),
         *_check_lines(summary),
+        *_exit_lines(summary),
         *_cost_lines(summary),
         *_prediction_lines(summary),
         *_baseline_lines(summary),
@@ -189,6 +190,24 @@ def slower_lines(summary: Figures) -> list[str]:
         elif tasks:
             lines.append(f"{name} is slower than plain decoding on some tasks: {where}")
     return lines
+
+
+def _exit_lines(summary: Figures) -> list[str]:
+    """Early exits of each method that has them, by task where there are several."""
+    return [
+        f"{name}: {figures['layers_per_token']:.1f} layers/token, exits "
+        + (
+            ", ".join(f"{layers}: {n}" for layers, n in sorted(figures["exits"].items(), key=lambda e: int(e[0])))
+            or "none"
+        )
+        + "".join(
+            f"; {task} {part['methods'][name]['layers_per_token']:.1f}"
+            for task, part in summary["tasks"].items()
+            if len(summary["tasks"]) > 1 and "layers_per_token" in part["methods"][name]
+        )
+        for name, figures in summary["methods"].items()
+        if "layers_per_token" in figures
+    ]
 
 
 def _failure_lines(summary: Figures) -> list[str]:

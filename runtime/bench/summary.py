@@ -84,6 +84,12 @@ def _counted(records: Sequence[Record]) -> dict[str, Any]:
         "decoding_tokens_per_second": tokens / (whole - parts["prefill"]) if whole > parts["prefill"] else None,
         "counts": {name: getattr(counters, name) for name in _COUNTS} | {"by_tier": dict(counters.by_tier)},
     }
+    early = [r["counts"]["early"] for r in records]
+    if passes := sum(e["layer_passes"] for e in early):
+        exits: dict[str, int] = {}
+        for layers, count in (entry for e in early for entry in e["exits"].items()):
+            exits[layers] = exits.get(layers, 0) + count
+        figures |= {"layers_per_token": passes / tokens, "exits": exits}
     audited = [r["counts"]["audit"] for r in records]
     if any(a["blocks"] for a in audited):
         figures["audit"] = {key: sum(a[key] for a in audited) for key in ("blocks", "tokens", "disagreed")}

@@ -98,7 +98,7 @@ class SelfDrafter:
         self._position += len(tokens)
         target.counters.drafter_calls += 1
         target.counters.drafter_tokens_fed += len(tokens)
-        return model.readout(hidden[:, -n:])
+        return (self.route.readout or model.readout)(hidden[:, -n:])
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
         return self.rows(tokens, 1)[0]

@@ -1,5 +1,6 @@
-"""Decoding strategies: plain, two tiers (also towards another law), three tiers chained or gated, the slim tier alone."""
+"""Decoding strategies: plain, two tiers (also towards another law), three tiers chained or gated, early exits, slim."""
 
+from viasd.runtime.strategies.adadecode import AdaDecode
 from viasd.runtime.strategies.base import Emission, Strategy, Workbench
 from viasd.runtime.strategies.chain import ChainedCascade
 from viasd.runtime.strategies.deferring import DeferringDecoding, lossy, rule_law
@@ -9,6 +10,7 @@ from viasd.runtime.strategies.slim import SlimAlone
 from viasd.runtime.strategies.via import GatedCascade
 
 __all__ = [
+    "AdaDecode",
     "ChainedCascade",
     "DeferringDecoding",
     "Emission",

@@ -586,3 +586,91 @@ def test_mask_strip() -> None:
     assert "[■·■]" in strip
     assert "2 of 3" in strip
     assert "[#.#]" in mask_strip([True, False, True], "m", unicode=False)
+
+
+# --- light heads ------------------------------------------------------------------------------------------------------
+
+
+def test_adadecode_from_the_command_line(run: Run, loaded: list[dict[str, Any]]) -> None:
+    asked = ("--prompt", "hello hello", "--max-new-tokens", "12", "--ignore-eos", "--no-chat", "--json")
+    code, plain, _ = run(*asked, "--strategy", "plain")
+    assert code == 0
+    for more in (("--exit-threshold", "0.01"), ("--exit-rule", "auto"), ("--max-pending", "2")):
+        code, out, err = run(*asked, "--strategy", "adadecode", "--heads", "lens:1,3,5", *more)
+        answer = json.loads(out)
+        assert code == 0
+        assert answer["token_ids"] == json.loads(plain)["token_ids"]
+        assert (answer["strategy"], answer["mode"], answer["lossless"]) == ("adadecode", "lossless", True)
+        assert answer["heads"] == "lens:1,3,5"
+        assert sum(answer["stats"]["early"]["pending"].values()) == answer["stats"]["rounds"]
+        assert "layers/token" in err
+
+
+def test_unverified_guesses_are_called_lossy_even_when_quiet(run: Run, loaded: list[dict[str, Any]]) -> None:
+    asked = ("--prompt", "hello hello", "--max-new-tokens", "12", "--ignore-eos", "--no-chat", "--quiet")
+    code, out, err = run(
+        *asked,
+        "--strategy",
+        "adadecode",
+        "--heads",
+        "lens:1,3",
+        "--exit-threshold",
+        "0",
+        "--verify",
+        "off",
+        "--check",
+        "--json",
+    )
+    answer = json.loads(out)
+    assert code == 0
+    assert "LOSSY" in err
+    assert "disagrees with" in err
+    assert (answer["mode"], answer["lossless"]) == ("unbounded", False)
+    assert "LOSSY" in answer["notes"][-1]
+    assert answer["check"]["disagreed"] > 0
+    audit = answer["stats"]["audit"]
+    assert audit["tokens"] == answer["stats"]["drafted"] > 0
+
+
+@pytest.mark.parametrize("more", [("--strategy", "plain"), ("--strategy", "sd"), ("--tiers", "2")])
+def test_a_shipped_mask_is_no_obstacle_to_strategies_without_one(
+    run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(viasd.load, "load_pair", lambda *args, **rest: pair)
+    monkeypatch.setattr("viasd.shipped.shipped_mask", lambda name: LayerMask.even(8, 0.25))
+    code, out, _ = run("--prompt", "hello", "--max-new-tokens", "3", "--no-chat", "--json", *more)
+    assert code == 0
+    assert json.loads(out)["mask"] is None
+
+
+def test_a_prefix_mask_from_the_command_line(run: Run, loaded: list[dict[str, Any]]) -> None:
+    asked = ("--prompt", "hello hello", "--max-new-tokens", "8", "--no-chat", "--json", "--lossless", "--tiers", "3")
+    code, out, err = run(*asked, "--mask", "prefix:5", "--heads", "lens:3,5")
+    assert code == 0
+    assert json.loads(out)["mask"] == "prefix:5"
+    assert "5 of 8 layers" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--strategy", "adadecode", "--pair", "qwen2.5-0.5b:7b"), "viasd-fit heads"),
+        (("--strategy", "adadecode", "--heads", "nowhere"), "no file of light heads"),
+        (("--strategy", "adadecode", "--heads", "lens:9,3"), "ascending"),
+        (("--strategy", "adadecode", "--heads", "lens:3", "--gamma", "4"), "--gamma"),
+        (("--strategy", "adadecode", "--heads", "lens:3", "--mask", "even:0.2"), "mask"),
+        (("--strategy", "adadecode", "--heads", "lens:3", "--lossless", "--verify", "off"), "verify"),
+        (("--strategy", "sd", "--heads", "lens:3"), "--heads"),
+        (("--heads", "lens:3"), "--heads"),
+        (("--mask", "even:0.2", "--heads", "lens:3"), "--heads"),
+        (("--mask", "prefix:3", "--pair", "qwen2.5-0.5b:7b"), "viasd-fit heads"),
+        (("--mask", "prefix:0", "--heads", "lens:3"), "prefix:E"),
+        (("--mask", "prefix:x", "--heads", "lens:3"), "prefix:E"),
+        (("--exit-threshold", "0.5"), "adadecode"),
+    ],
+)
+def test_heads_that_nothing_uses_or_that_are_missing_are_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setattr(viasd.load, "load_pair", no_loading)
+    assert named in one_line_error(run("--prompt", "x", *argv))

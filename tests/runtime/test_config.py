@@ -16,7 +16,10 @@ VIA = {"strategy": "cascade", "mode": "via"}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "fast"}, "strategy must be one of auto, plain, sd, cascade, lossy, .*, but got 'fast'"),
+        (
+            {"strategy": "fast"},
+            "strategy must be one of auto, plain, sd, cascade, adadecode, lossy, .*, but got 'fast'",
+        ),
         ({"mode": "lossy"}, "mode must be one of"),
         ({"tiers": "4"}, "tiers must be one of auto, 2, 3, but got '4'"),
         ({"gate": "none"}, "gate must be one of guarded, ratio"),

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import viasd
 from viasd.attention import Segment
 from viasd.divergences import stage_cost
+from viasd.heads import LightHeads
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.runtime.tiers import _block_rows
@@ -190,3 +191,22 @@ def test_drafted_tokens_get_the_ratio_of_the_gate() -> None:
     assert score.ratio is not None
     torch.testing.assert_close(score.ratio, expected, rtol=1e-4, atol=1e-6)
     assert sum(t.length for t in scorer.texts) == scorer.tokens == len(scorer.best)
+
+
+def test_a_prefix_is_scored_by_its_head_as_the_runtime_reads_it() -> None:
+    pair = pair_of("gemma2")
+    heads = LightHeads((3, 5), torch.eye(32).repeat(2, 1, 1), torch.arange(3, 280))
+    scorer = Scorer(pair.target, PASSAGES, block=BLOCK)
+    for layers, head in heads.bind(pair.target).items():
+        route = Route(tuple(i < layers for i in range(8)), readout=head)
+        same = []
+        for passage in PASSAGES:
+            with torch.inference_mode():
+                slim = _block_rows(pair, route, list(passage.tokens), passage.first, BLOCK)
+                full = _block_rows(pair, Route.full(8), list(passage.tokens), passage.first, BLOCK)
+            torch.testing.assert_close(
+                rows_of(scorer, route, passage).clamp_min(-50), slim.clamp_min(-50), atol=2e-4, rtol=1e-3
+            )
+            same.append((slim.argmax(-1) == full.argmax(-1)).double())
+        assert scorer.score(route).agreement == pytest.approx(float(torch.cat(same).mean()))
+        assert torch.equal(scorer.answers(route), scorer.score(route).best)

@@ -154,6 +154,22 @@ def test_half_layers(run: Run) -> None:
     assert ("attention only" in shown) == (halves is not None)
 
 
+def test_layers_before_light_heads_are_ranked_beside_the_mask(run: Run, here: Path) -> None:
+    code, out, _ = run("--heads", "lens:2,6", "--output", "m.json")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines() if " accept mass " in line]
+    assert sorted(row[0] for row in rows) == ["prefix:2", "prefix:6", "this"]
+    costs = [float(row[row.index("cost") + 1]) for row in rows]
+    assert costs == sorted(costs)
+    found = json.loads((here / "m.json").read_text())["prefixes"]
+    assert [p["layers"] for p in found["found"]] == [2, 6]
+    assert all(0 <= p["agreement"] <= 1 and 0 <= p["accept_mass"] <= 1 for p in found["found"])
+    assert found["found"][0]["cost"] != found["found"][1]["cost"]
+    assert "prefixes" not in json.loads(run("--json")[1])["best"]  # without heads there is nothing to say
+    assert "leave at least one" in one_line(run("--heads", "lens:2,8"))
+    assert "nowhere" in one_line(run("--heads", "nowhere"))
+
+
 def test_text_from_a_file_and_private_keys(run: Run, here: Path) -> None:
     lines = [json.dumps({"text": f"{i} words that go on and on for quite a while"}) for i in range(4)]
     (here / "c.jsonl").write_text("\n".join(lines))

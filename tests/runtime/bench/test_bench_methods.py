@@ -8,7 +8,7 @@ import pytest
 from tiny import hf_greedy, model_of, pair_of, prompt_ids, tokenizer
 
 import viasd
-from viasd.errors import MaskError
+from viasd.errors import MaskError, OptionError
 from viasd.mask import LayerMask
 from viasd.probe import load_layered
 from viasd.runtime import assembly
@@ -19,7 +19,9 @@ from viasd.runtime.bench.grid import Grid, make_grid, random_mask
 from viasd.runtime.bench.methods import Answer, MethodSpec
 from viasd.runtime.bench.peers import Peer
 from viasd.runtime.bench.records import ResultFile
+from viasd.runtime.bench.report import _exit_lines
 from viasd.runtime.bench.run import Bench
+from viasd.runtime.bench.summary import figures_by_method
 from viasd.testing import tiny_model
 
 CONFIG = BenchConfig(max_new_tokens=20, ignore_eos=True)
@@ -149,3 +151,47 @@ def test_transformers_is_left_out_where_it_has_no_weights_to_run() -> None:
 def test_bytes_a_pass_reads_are_those_of_the_model_fused_or_not(family: str) -> None:
     bytes_of = [bytes_per_token(load_layered(tiny_model(family), layers=how)) for how in ("hf", "auto", "fused")]
     assert bytes_of[1] == bytes_of[2] <= bytes_of[0] < bytes_of[1] + 4096  # rotary tables and scales may be buffers
+
+
+def test_early_exits_and_prefixes_are_measured_with_their_heads() -> None:
+    pair = pair_of("llama", "model")
+    config = BenchConfig(
+        strategies=("adadecode", "cascade"),
+        peers=(),
+        masks=("prefix:5",),
+        heads="lens:2,5",
+        max_new_tokens=12,
+        ignore_eos=True,
+        repeats=1,
+        warmup=0,
+        check=True,
+    )
+    grid = make_grid(pair, config)
+    assert list(grid.methods) == ["plain", "adadecode", "adadecode/fixed", "cascade"]
+    for name in list(grid.methods)[1:]:
+        assert grid.methods[name].spec.options["heads"][0] == "lens:2,5"
+    items = (Item("t", "one", "hello hello"), Item("u", "two", "one two three"))
+    bench = Bench(pair, config, grid, Dataset("mine", "0", items), chat=False)
+    results = ResultFile(None, {}, list(grid.methods))
+    bench.run(results)
+    figures = figures_by_method(results.records, list(grid.methods))
+    assert "layers_per_token" not in figures["plain"]
+    for name in ("adadecode", "adadecode/fixed"):
+        own = [r["counts"]["early"] for r in results.records if r["method"] == name]
+        assert figures[name]["layers_per_token"] == sum(e["layer_passes"] for e in own) / 24
+    assert all(r["check"]["equal"] for r in results.records if r["method"] != "plain")
+    summary = {
+        "methods": figures,
+        "tasks": {
+            t: {"methods": figures_by_method([r for r in results.records if r["task"] == t], figures)} for t in "tu"
+        },
+    }
+    lines = _exit_lines(summary)
+    assert [line.split(":")[0] for line in lines] == ["adadecode", "adadecode/fixed"]
+    assert all("layers/token" in line and "; t " in line and "; u " in line for line in lines)
+
+
+@pytest.mark.parametrize("what", [{"strategies": ("adadecode",)}, {"masks": ("prefix:3",)}])
+def test_what_needs_heads_asks_for_them(what: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="--heads"):
+        BenchConfig(**what)
