@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from viasd.stitch import Stitch
 
 ATTENTION = "attention"
 MLP = "mlp"
@@ -18,10 +22,13 @@ class Route:
     Attributes:
         keep: One flag a layer, True where the whole layer runs.
         partial: Layers of which only one half runs, as (index, ``attention`` or ``mlp``); their `keep` is False.
+        stitches: What hidden states go through before the layer of that index (the number of layers: before the readout),
+            all of them after the first gap; see `viasd.stitch`. Two routes are equal only if these are the same objects.
     """
 
     keep: tuple[bool, ...]
     partial: tuple[tuple[int, str], ...] = ()
+    stitches: Mapping[int, Stitch] | None = field(default=None, hash=False, repr=False)
 
     @classmethod
     def full(cls, n_layers: int) -> Route:
@@ -60,6 +67,20 @@ class Route:
         (A layer that runs in part is a gap itself.) The number of layers where nothing is skipped.
         """
         return next((i for i in self.layers if i >= self.first_gap), len(self.keep))
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Runs of layers of which nothing runs, as (first skipped, next that runs)."""
+        found, start = [], None
+        running = set(self.layers)
+        for index in range(len(self.keep) + 1):
+            skipped = index < len(self.keep) and index not in running
+            if skipped and start is None:
+                start = index
+            elif not skipped and start is not None:
+                found.append((start, index))
+                start = None
+        return tuple(found)
 
     @property
     def skip_ratio(self) -> float:

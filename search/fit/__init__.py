@@ -1,0 +1,1 @@
+"""Small extras that are trained once for a target."""
