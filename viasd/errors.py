@@ -39,3 +39,7 @@ class ContextLengthError(ViasdError):
 
 class ProcessorError(ViasdError):
     """Raised when a logits processor can't be evaluated ahead of committed tokens (it can't be copied)."""
+
+
+class FitError(ViasdError):
+    """Raised when something can't be trained: an unfit corpus, a run that can't go on, or a loss that is no number."""

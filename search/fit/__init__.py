@@ -1,1 +1,1 @@
-"""Small extras that are trained once for a target."""
+"""Small extras of a target, trained once: a corpus of its own text, and what is distilled from it."""
