@@ -92,7 +92,7 @@ def cost_table(pair: Pair, route: Route | None, context: int, gamma: int, drafte
         said = {
             "machine": [cpu_name(), os.cpu_count(), torch.get_num_threads(), _accelerator(pair)],
             **models_said(pair),
-            "routes": [None if r is None else [r.keep, r.partial] for r in (route, drafter)],
+            "routes": [None if r is None else _said(r) for r in (route, drafter)],
             "bucket": bucket,
             "sizes": list(sizes),
         }
@@ -102,6 +102,12 @@ def cost_table(pair: Pair, route: Route | None, context: int, gamma: int, drafte
             )
     table: CostTable = pair.measured[key]
     return table
+
+
+def _said(route: Route) -> list[Any]:
+    """What of a route its passes' times depend on: of stitches their ranks alone."""
+    stitches = route.stitches or {}
+    return [route.keep, route.partial, *([sorted((i, s.rank or 0) for i, s in stitches.items())] if stitches else [])]
 
 
 def models_said(pair: Pair) -> dict[str, Any]:

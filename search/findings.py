@@ -15,19 +15,15 @@ import transformers
 import viasd
 from viasd.mask import LayerMask
 from viasd.pair import Pair
-from viasd.runtime.config import DecodingConfig
-from viasd.runtime.guard import GuardConfig
-from viasd.runtime.tiers import measure_tiers
-from viasd.search import guardfit
 from viasd.search.calibration import Calibration, Passage
 from viasd.search.config import COST, SearchConfig
 from viasd.search.objective import Evaluation, Figures, Objective, rank, sound
 from viasd.search.outcome import median_of
 from viasd.search.proposals import Mask, SearchSpace
 from viasd.search.scorer import Scorer
+from viasd.search.trust import trust_curve
+from viasd.search.verdicts import guard_of, tier_of
 from viasd.search.walk import PassTimes
-
-_MODE = "via"  # the mode that masks are for
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,12 @@ def details_of(
                 even = figures
             if times is not None:
                 more["two_tiers"] = reporter.two_tiers(mask.route)
-            tier = _tier(pair, config, mask)
-            more |= _guard(pair, config, text, objective.scorer, reporter.scorer, mask)
+            tier = tier_of(pair, config.gamma, mask)
+            seen, unseen = objective.scorer, reporter.scorer
+            if config.private_kv:  # decoding shares the cache, and so does the guard
+                seen, unseen = (scorer_of(pair, config, half, private=False) for half in (text.search, text.report))
+            more |= guard_of(pair, config.gamma, seen, unseen, mask)
+            more["trust"] = {"slim verifier": trust_curve(seen, unseen, mask.route).as_json()}
     except KeyboardInterrupt:
         interrupted = True
     reported = {m: e.figures for m, e in report.items()}
@@ -166,7 +166,7 @@ def details_of(
 def _front_entry(best: LayerMask, found: Findings, mask: Mask, report: Figures | None) -> dict[str, Any]:
     """A mask of the front, in the words of a mask file."""
     route = found.space.route(mask)
-    file = replace(best, keep=route.keep, partial=route.partial, details={}).to_json()
+    file = replace(best, keep=route.keep, partial=route.partial, details={}, stitches=None).to_json()
     own: dict[str, Any] = {name: file[name] for name in ("keep", "sublayers", "skip_ratio") if name in file}
     return {**own, "search": found.known[mask], "report": report}
 
@@ -202,39 +202,3 @@ def _beats_random(found: Findings, report: Mapping[Mask, Figures]) -> bool | Non
     if not found.complete or best is None or best not in report or found.best not in report:
         return None
     return rank(report[found.best], found.objective) < rank(report[best], found.objective)
-
-
-def _tier(pair: Pair, config: SearchConfig, mask: LayerMask) -> dict[str, Any]:
-    report = measure_tiers(pair, mask, DecodingConfig(gamma=config.gamma), _MODE)
-    return {
-        "mode": _MODE,
-        "delta": report.delta,
-        "pays": report.keeps_slim,
-        "sentence": report.sentence(),
-        "seconds": _finite(report.seconds),
-        "per_token": _finite(report.per_token),
-        "rejection": _finite(report.rejection),
-    }
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON knows no infinity: a tier that can't be predicted is null."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def _guard(
-    pair: Pair, config: SearchConfig, text: Calibration, scorer: Scorer, reporter: Scorer, mask: LayerMask
-) -> dict[str, Any]:
-    """Start values of the guard and how well they hold; nothing where the drafter had too little to say."""
-    if config.private_kv:  # the guard works in the runtime, which shares the cache
-        scorer = scorer_of(pair, config, text.search, private=False)
-        reporter = scorer_of(pair, config, text.report, private=False)
-    seen = guardfit.observe(pair, scorer, mask.route, config.gamma)
-    other = guardfit.observe(pair, reporter, mask.route, config.gamma)
-    if len(seen) < guardfit.MIN_OBSERVATIONS or not len(other):
-        return {}
-    estimator = guardfit.fit(seen)
-    found = guardfit.reliability(estimator, other)
-    # Start values that would let too much pass are worse than none: without them the guard is lossless until it knows.
-    good = found["passed_disagreed"] <= GuardConfig().max_disagreement * found["passed"]
-    return {**({"guard": estimator.state()} if good else {}), "guard_reliability": {**found, "stored": good}}

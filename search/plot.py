@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from viasd.routes import PARTS
 from viasd.runtime.figures import require_matplotlib, save_figure
@@ -60,6 +61,33 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     for side in strip.spines.values():
         side.set_visible(False)
 
+    save_figure(figure, path)
+
+
+def plot_trust(curves: Mapping[str, Mapping[str, Any]], title: str, path: str) -> None:
+    """Draws trust curves (`viasd.search.trust.TrustCurve.as_json`, by what each is of) into a PNG file.
+
+    Raises:
+        OptionError: If matplotlib is missing, or the file can't be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, curve) in enumerate(curves.items()):
+        budgets = [100 * budget for budget in curve["budgets"]]
+        for key, who, style in (("guard", "guard's estimator", "o-"), ("max", "max q' alone", "s--")):
+            if curve[key] is not None:
+                axes.plot(budgets, curve[key], style, color=f"C{number}", label=f"{name}, {who}")
+    axes.set(
+        title=title,
+        xlabel="disagreement put up with, %",
+        ylabel="share of tokens believed",
+        xlim=(0, None),
+        ylim=(0, 1),
+    )
+    axes.legend(fontsize="small", loc="upper left")
     save_figure(figure, path)
 
 

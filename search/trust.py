@@ -1,9 +1,9 @@
 """How far q' may be believed: the share of tokens whose argmax may stand for q's, by the disagreement one puts up with.
 
-Tokens are ordered by how sure somebody is of them; a budget of 2 % lets pass the longest beginning of that order in which at
-most 2 % are not what q would have said. Two orders are compared: by max q' alone, and by the guard's estimator (the class, the
-features and the fit that decoding uses, without a drafter: the slim verifier's own argmax is the token judged), fitted on one
-half of the text and tried on the other.
+Tokens are ordered by how sure somebody is of them; a budget of 2 % lets pass the longest beginning of that order in which
+at most 2 % are not what q would have said. Two orders are compared: by max q' alone, and by the guard's estimator (the
+class, the features and the fit that decoding uses, without a drafter: the slim verifier's own argmax is the token judged),
+fitted on one half of the text and tried on the other.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ PROG = "viasd-fit"
 #: Subcommand -> (module, one sentence). A module is imported only when its command is asked for.
 COMMANDS: dict[str, tuple[str, str]] = {
     "corpus": ("viasd.search.fit.corpus_command", "let a target write conversations, as a corpus to train on"),
+    "stitches": ("viasd.search.fit.stitches", "fit affine maps across the gaps of a mask, for its slim verifier alone"),
     "drafter": ("viasd.search.fit.drafter_command", "distil a small drafter from a target and its corpus"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from viasd.errors import OptionError
+from viasd.errors import FitError
 
 #: Penalty on the map, as a share of each feature's own variance: the same whatever scale a feature has.
 RIDGE = 1e-2
@@ -58,16 +58,16 @@ class Moments:
             A ``[d, d]`` and b ``[d]`` in fp64.
 
         Raises:
-            OptionError: If there are no rows, they hold NaN or infinity, or the system is singular.
+            FitError: If there are no rows, they hold NaN or infinity, or the system is singular.
         """
         if not self.rows or self._origin is None:
-            raise OptionError("an affine map needs at least one row to be fitted on, but got none")
+            raise FitError("an affine map needs at least one row to be fitted on, but got none")
         n = self.rows
         mean, mean_step = self._x / n, self._step / n
         covariance = self._xx / n - mean[:, None] * mean
         cross = self._xstep / n - mean[:, None] * mean_step
         if not (torch.isfinite(covariance).all() and torch.isfinite(cross).all()):
-            raise OptionError(
+            raise FitError(
                 "the hidden states to fit on hold NaN or infinity; run the target in float32 or bfloat16, and check it"
             )
         spread = covariance.diagonal().clamp_min(0).sqrt()
@@ -80,7 +80,7 @@ class Moments:
         inverse = torch.cholesky_inverse(factor)
         condition = 1 / (torch.linalg.matrix_norm(system, 1) * torch.linalg.matrix_norm(inverse, 1))
         if failed or not condition > _LEAST_CONDITION:
-            raise OptionError(
+            raise FitError(
                 f"the hidden states of {n} tokens don't determine an affine map of width {len(mean)} (the system is "
                 f"singular); give more text or raise the ridge, which is {ridge:g}"
             )
