@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from viasd.attention import Segment
-from viasd.errors import OptionError
+from viasd.errors import FitError, OptionError
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.search.calibration import Passage
@@ -79,7 +79,8 @@ def fit_stitches(
         Stitches in the model's dtype by the layer they come before, and how well each fits.
 
     Raises:
-        OptionError: If a half layer is skipped, nothing is, or the text does not determine the maps.
+        OptionError: If a half layer is skipped, or nothing is.
+        FitError: If the text does not determine the maps.
     """
     if route.partial:
         raise OptionError(
@@ -90,7 +91,7 @@ def fit_stitches(
     width = model.embed([0]).shape[-1]
     tokens = sum(p.scored for p in passages)
     if tokens < width:
-        raise OptionError(
+        raise FitError(
             f"the text has {tokens} scored tokens, but an affine map of states of width {width} needs at least {width} "
             "(better 20 times as many); give more text"
         )
@@ -174,8 +175,8 @@ def _fitted(
         left_out += stream.slim.shape[1] - len(x)
     try:
         weight, shift = moments.solve(ridge, rank)
-    except OptionError as error:
-        raise OptionError(f"layers {start} to {end - 1}: {error}") from error
+    except FitError as error:
+        raise FitError(f"layers {start} to {end - 1}: {error}") from error
     factors: tuple[Tensor, ...] = (weight,)
     if rank is not None and rank < width:
         left, scale, right = torch.linalg.svd(weight)

@@ -84,26 +84,26 @@ class SlimPath(nn.Module):
         return self._divergence(slim, full)
 
     def _divergence(self, slim: Tensor, full: Tensor) -> Tensor:
-        """The readout in pieces, their gradients kept instead of their rows, which would not fit all at once."""
-        model = self._target[0]
-        if not slim.requires_grad:  # only the figure is wanted
-            return sum((self._piece(a, b) for a, b in _pieces(slim, full)), torch.zeros(())) / slim.shape[1]
-        leaf = slim.detach().requires_grad_()
-        total = torch.zeros((), device=model.device)
-        for mine, theirs in _pieces(leaf, full):
-            loss = self._piece(mine, theirs) / leaf.shape[1]
-            loss.backward()
-            total += loss.detach().to(total.device)
-        assert leaf.grad is not None
-        # The value of the loss, and the gradient that has just been found.
-        carried = (slim * leaf.grad).sum().float()
-        return carried + (total - carried).detach()
-
-    def _piece(self, slim: Tensor, full: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = torch.log_softmax(self._target[0].readout(full), dim=-1)
-        found = torch.log_softmax(self._target[0].readout(slim), dim=-1)
-        return nn.functional.kl_div(found, wanted, reduction="sum", log_target=True)
+        """The readout in pieces. Of each only its gradient is kept: all rows over the vocabulary would not fit at once."""
+        model, n = self._target[0], slim.shape[1]
+        leaf = slim.detach().requires_grad_(slim.requires_grad)
+        total = 0.0
+        for mine, theirs in zip(leaf.split(_ROWS, dim=1), full.split(_ROWS, dim=1), strict=True):
+            logits = model.readout(mine)
+            with torch.no_grad():
+                wanted = torch.log_softmax(model.readout(theirs), dim=-1)
+                found = torch.log_softmax(logits, dim=-1)
+                q = wanted.exp()
+                total += float(torch.linalg.vecdot(q, wanted.sub_(found)).sum()) / n
+                slope = found.exp_().sub_(q).div_(n)
+            if slim.requires_grad:
+                logits.backward(slope)
+        value = torch.tensor(total, device=slim.device)
+        if leaf.grad is None:
+            return value
+        # A number with the value of the loss and the gradient that has just been found.
+        carried = (slim * leaf.grad).sum(dtype=torch.float32)
+        return carried + (value - carried).detach()
 
 
 class _Trained(nn.Module):
@@ -124,7 +124,3 @@ class _Trained(nn.Module):
     def stitch(self) -> Stitch:
         """What has been learnt."""
         return Stitch(tuple(f.detach() for f in self.factors), self.shift.detach())
-
-
-def _pieces(slim: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(slim.split(_ROWS, dim=1), full.split(_ROWS, dim=1), strict=True))
