@@ -67,8 +67,11 @@ class Stitch:
         return sum(tensor.numel() for tensor in (*self.factors, self.shift))
 
     def to(self, dtype: torch.dtype) -> Stitch:
-        """The same, rounded to a dtype, on the CPU."""
-        return Stitch(tuple(f.to("cpu", dtype) for f in self.factors), self.shift.to("cpu", dtype))
+        """A copy, rounded to a dtype, on the CPU."""
+        # Laid out as it is read from a file: products of another layout round differently.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            factors = tuple(f.to("cpu", dtype, copy=True).contiguous() for f in self.factors)
+            return Stitch(factors, self.shift.to("cpu", dtype, copy=True))
 
     def on(self, dtype: torch.dtype, device: torch.device) -> Affine:
         """The same, ready for hidden states of a dtype on a device; made once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.runtime.bench.costs import pass_seconds
-from viasd.search.calibration import Calibration
+from viasd.search.calibration import Calibration, Passage
 from viasd.search.fit.corpus import Corpus
 from viasd.search.fit.stitching import StitchConfig, Stitched, halves_of, passages_of
 from viasd.search.objective import sound
@@ -28,30 +28,44 @@ RAW, CLOSED, TUNED = "raw", "stitched", "tuned"
 _LEAST = 64  # scored tokens of a half below which figures say nothing
 
 
-def judged(pair: Pair, mask: LayerMask, corpus: Corpus, config: StitchConfig, made: Stitched) -> LayerMask:
-    """The stitched mask with everything that its file says.
+def exam_of(corpus: Corpus, config: StitchConfig, context: int) -> tuple[list[Passage], list[Passage]]:
+    """Conversations kept back, in the half that the guard's estimator is fitted on and the half that figures are of.
 
-    Figures are of the second half of the conversations that were kept back; the guard's estimator, where one is fitted, is
-    fitted on the first.
+    Raises:
+        FitError: If there is too little of them.
+    """
+    _, held = corpus.split()
+    halves = halves_of(passages_of(corpus, held, config.exam, context))
+    if (least := min(sum(p.scored for p in half) for half in halves)) < _LEAST:
+        raise FitError(
+            f"expected at least {2 * _LEAST} answer tokens kept back to judge on, but a half of what the corpus keeps has "
+            f"{least}; let viasd-fit corpus write more (--conversations)"
+        )
+    return halves
+
+
+def judged(
+    pair: Pair,
+    mask: LayerMask,
+    corpus: Corpus,
+    halves: tuple[Sequence[Passage], Sequence[Passage]],
+    gamma: int,
+    made: Stitched,
+) -> LayerMask:
+    """The stitched mask with everything that its file says.
 
     Args:
         pair: The pair.
         mask: The mask without stitches.
         corpus: The corpus they were fitted on.
-        config: How.
+        halves: See `exam_of`.
+        gamma: Drafted tokens a block.
         made: The stitches.
 
     Raises:
-        FitError: If too little text was kept back.
+        FitError: If the slim path gives anything but numbers.
     """
-    _, held = corpus.split()
-    halves = halves_of(passages_of(corpus, held, config.exam, pair.target.context_length))
-    if min(sum(p.scored for p in half) for half in halves) < _LEAST:
-        raise FitError(
-            f"expected at least {2 * _LEAST} answer tokens kept back to judge on, but the corpus has fewer; let viasd-fit "
-            "corpus write more (--conversations)"
-        )
-    search, report = (Scorer(pair.target, half, block=config.gamma + 1) for half in halves)
+    search, report = (Scorer(pair.target, half, block=gamma + 1) for half in halves)
     bare = replace(mask, stitches=None)
     masks = {RAW: bare, CLOSED: replace(bare, stitches=made.closed)}
     if made.best is not made.closed:
@@ -67,17 +81,17 @@ def judged(pair: Pair, mask: LayerMask, corpus: Corpus, config: StitchConfig, ma
         "report": own,
         "search": figures_of(search.score(best.route)),
         "report_tokens": report.tokens,
-        "variants": variants(pair, masks, scores, config.gamma),
+        "variants": variants(pair, masks, scores, gamma),
         "trust": {name: trust_curve(search, report, one.route).as_json() for name, one in masks.items()},
         "stitched_from": mask.name,
         "alpha": report.alpha,
         "beta": report.beta,
-        "gamma": config.gamma,
+        "gamma": gamma,
         "kv": "shared",
         "dtype": pair.dtype,
         "calibration": {"name": text.name, "hash": text.hash},
-        "tier": tier_of(pair, config.gamma, best),
-        **guard_of(pair, config.gamma, search, report, best),
+        "tier": tier_of(pair, gamma, best),
+        **guard_of(pair, gamma, search, report, best),
         "versions": {
             "viasd": viasd.__version__,
             "torch": str(torch.__version__),

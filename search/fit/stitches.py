@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     tune.add_argument("--minutes", type=float, metavar="X", help="stop after so long; the same command goes on")
     tune.add_argument("--batch", type=int, metavar="N", help="tokens a step (default 1024)")
-    tune.add_argument("--lr", type=float, metavar="X", help="largest learning rate (default 0.0003)")
+    tune.add_argument("--lr", type=float, metavar="X", help="largest learning rate (default 0.0001)")
     tune.add_argument("--seed", type=int, metavar="N", help="of everything random (default 0)")
     out = parser.add_argument_group("output")
     out.add_argument(
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         pair = load_models(args, screen.note)
         from viasd.search.fit.corpus import load_corpus
-        from viasd.search.fit.judging import judged
+        from viasd.search.fit.judging import exam_of, judged
         from viasd.search.fit.stitching import stitch_mask
         from viasd.shipped import resolve_mask
 
@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         if (warning := mask.check(pair.target, pair.target_id)) is not None:
             screen.note(warning)
         corpus = load_corpus(args.corpus, pair.tokenizer)
+        halves = exam_of(corpus, config, pair.target.context_length)
         work = None if args.work is None else Path(args.work)
         with _working(screen) as say:
             made = stitch_mask(pair, mask, corpus, config, work, say)
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
                 )
                 return INTERRUPTED
             say("judging on conversations kept back")
-            best = replace(judged(pair, mask, corpus, config, made), name=Path(args.output).stem)
+            best = replace(judged(pair, mask, corpus, halves, config.gamma, made), name=Path(args.output).stem)
         best.save(args.output)
         if args.plot is not None:
             from viasd.search.plot import plot_trust

@@ -69,6 +69,12 @@ class StitchConfig:
                 raise OptionError(f"{name} must be at least {bound}, but got {getattr(self, name)}")
         if not 0 <= self.ridge < math.inf:
             raise OptionError(f"ridge must be at least 0, but got {self.ridge:g}")
+        if self.steps:
+            self.schedule()
+
+    def schedule(self) -> TrainingConfig:
+        """Of the fine-tuning. Nothing is drawn to 0: stitches don't begin there."""
+        return TrainingConfig(self.steps, lr=self.lr, weight_decay=0.0, seed=self.seed, minutes=self.minutes)
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,6 @@ def stitch_mask(
     )
     made = corpus.batches(learn, config.batch, seed=config.seed, max_length=pair.target.context_length)
     batches = [rows for rows in map(_passages, made) if rows]
-    schedule = TrainingConfig(config.steps, lr=config.lr, weight_decay=0.0, seed=config.seed, minutes=config.minutes)
 
     def shown(training: Training) -> None:
         tell(f"step {training.step} of {training.of}, {training.seconds:.0f} s: KL {training.loss:.4f}")
@@ -168,7 +173,7 @@ def stitch_mask(
         training = train(
             path,
             lambda step: (path(batches[step % len(batches)]), {}),
-            schedule,
+            config.schedule(),
             folder / f"tune-{identity}",
             identity,
             shown,

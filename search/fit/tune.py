@@ -21,7 +21,7 @@ from viasd.search.scorer import BlockStep, Placed
 from viasd.stitch import Stitch
 
 RANK = 16
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 1e-4
 BATCH = 1024
 _ROWS = 128  # positions whose rows over the vocabulary exist in fp32 at one time
 
@@ -111,8 +111,9 @@ class _Trained(nn.Module):
 
     def __init__(self, stitch: Stitch, device: torch.device) -> None:
         super().__init__()
-        self.factors = nn.ParameterList(nn.Parameter(f.to(device, torch.float32)) for f in stitch.factors)
-        self.shift = nn.Parameter(stitch.shift.to(device, torch.float32))
+        own = stitch.to(torch.float32)  # a copy: what it starts from stays as it is
+        self.factors = nn.ParameterList(nn.Parameter(f.to(device)) for f in own.factors)
+        self.shift = nn.Parameter(own.shift.to(device))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """As `Stitch`, in the dtype of the hidden states."""
