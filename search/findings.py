@@ -21,6 +21,7 @@ from viasd.search.objective import Evaluation, Figures, Objective, rank, sound
 from viasd.search.outcome import median_of
 from viasd.search.proposals import Mask, SearchSpace
 from viasd.search.scorer import Scorer
+from viasd.search.stitched import Choice
 from viasd.search.trust import trust_curve
 from viasd.search.verdicts import guard_of, tier_of
 from viasd.search.walk import PassTimes
@@ -85,6 +86,7 @@ def details_of(
     mask: LayerMask,
     found: Findings,
     trials: int,
+    choice: Choice | None = None,
     *,
     interrupted: bool,
 ) -> dict[str, Any]:
@@ -99,6 +101,7 @@ def details_of(
         mask: The best mask.
         found: What the searching half says.
         trials: Masks evaluated.
+        choice: How the mask came to its stitches, if it has any.
         interrupted: Whether Ctrl-C ended the search; tiers and guard are left out then.
     """
     report: dict[Mask, Evaluation] = {}
@@ -114,6 +117,9 @@ def details_of(
                 tokens = reporter.scorer.tokens
                 if sound(evaluation.figures):
                     report[wanted] = evaluation
+        if choice is not None:
+            stitched = reporter.evaluate(mask.route).figures
+            more["stitched"] = {"tried": list(choice.tried), "search": choice.figures, "report": stitched}
         if not interrupted:
             if even is None and sound(figures := objective.evaluate(found.space.route(found.even)).figures):
                 even = figures
@@ -124,13 +130,16 @@ def details_of(
             if config.private_kv:  # decoding shares the cache, and so does the guard
                 seen, unseen = (scorer_of(pair, config, half, private=False) for half in (text.search, text.report))
             more |= guard_of(pair, config.gamma, seen, unseen, mask)
-            more["trust"] = {"slim verifier": trust_curve(seen, unseen, mask.route).as_json()}
+            routes = {"without stitches": replace(mask.route, stitches=None)} if mask.stitches is not None else {}
+            routes["slim verifier"] = mask.route
+            more["trust"] = {name: trust_curve(seen, unseen, route).as_json() for name, route in routes.items()}
     except KeyboardInterrupt:
         interrupted = True
     reported = {m: e.figures for m, e in report.items()}
     return {
         # The figures to go by: of text that the search did not see, where there was time for it.
         **(reported.get(found.best) or found.known[found.best]),
+        **_with_stitches(more),
         "objective": config.goal,
         "search": found.known[found.best],
         "report": reported.get(found.best),
@@ -161,6 +170,13 @@ def details_of(
         },
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _with_stitches(more: Mapping[str, Any]) -> Figures:
+    """The figures to go by of a stitched mask; nothing where it has no stitches."""
+    stitched = more.get("stitched") or {}
+    found: Figures = stitched.get("report") or {}
+    return found if sound(found) else {}
 
 
 def _front_entry(best: LayerMask, found: Findings, mask: Mask, report: Figures | None) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
         lines.append(random_verdict(details))
     if mask.stitches is not None:
         lines.append(stitch_line(mask))
+    if (stitched := details.get("stitched")) is not None:
+        lines += stitched_lines(stitched)
     if (variants := details.get("variants")) is not None:
         lines += ["", *variant_lines(variants), ""]
     lines += front_lines(mask, unicode=unicode)
@@ -100,6 +102,22 @@ def stitch_line(mask: LayerMask) -> str:
     assert mask.stitches is not None
     ranks = ", ".join(f"{i}" if r is None else f"{i} (rank {r})" for i, r in mask.stitches.ranks.items())
     return f"stitched before layers {ranks}: {mask.stitches.parameters / 1e6:.2f} M numbers"
+
+
+def stitched_lines(found: Mapping[str, Any]) -> list[str]:
+    """What stitches did to the best masks of a search, and to the one that was taken."""
+    lines = [f"the {len(found['tried'])} best masks, by their own figures, stitched (searching half):"]
+    for one in found["tried"]:
+        lines.append(
+            f"  {one['keep']}  cost {_number(one['without']['cost'])} -> {_number(one['with']['cost'])}  "
+            f"agree {_number(one['without']['agreement'])} -> {_number(one['with']['agreement'])}"
+        )
+    report = found["report"]
+    return [
+        *lines,
+        f"with stitches, reporting half: cost {_number(report['cost'])}  KL {_number(report['kl'])}  "
+        f"agree {_number(report['agreement'])}",
+    ]
 
 
 def variant_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
