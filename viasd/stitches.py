@@ -91,7 +91,8 @@ class Stitches:
     @property
     def reference(self) -> dict[str, Any]:
         """How a mask file names them."""
-        return {"file": self.file, "sha256": self.sha256, "before": self.ranks, **self.details}
+        before = {str(index): rank for index, rank in self.ranks.items()}
+        return {"file": self.file, "sha256": self.sha256, "before": before, **self.details}
 
     def named(self, file: str) -> Stitches:
         """The same, of a file of that name."""

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib()
     with contextlib.redirect_stdout(sys.stderr):
         pair = load_models(args, screen.note)
+        from viasd.mask import LayerMask
         from viasd.search.fit.corpus import load_corpus
         from viasd.search.fit.judging import exam_of, judged
         from viasd.search.fit.stitching import stitch_mask
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
             say("judging on conversations kept back")
             best = replace(judged(pair, mask, corpus, halves, config.gamma, made), name=Path(args.output).stem)
         best.save(args.output)
+        best = LayerMask.load(args.output)  # as it can be used from now on
         if args.plot is not None:
             from viasd.search.plot import plot_trust
 

@@ -8,6 +8,7 @@ import pytest
 
 import viasd
 import viasd.search.cli as cli
+from viasd.loading import LoadConfig
 from viasd.mask import LayerMask
 from viasd.testing import byte_tokenizer, tiny_model
 
@@ -45,10 +46,11 @@ def test_the_mask_that_is_best_with_stitches_is_taken(folder: str, capfd: Any) -
     assert said["stitched"]["search"]["cost"] < said["search"]["cost"]
     assert said["cost"] == said["stitched"]["report"]["cost"] != said["report"]["cost"]
     mask = LayerMask.load("m.json")
+    assert mask.to_json() == said
     assert mask.stitches is not None
     assert mask.stitches.details["corpus"] == "calibration"
     assert list(said["trust"]) == ["without stitches", "slim verifier"]
-    pair = viasd.load_pair(target=folder)
+    pair = viasd.load_pair(target=folder, config=LoadConfig(dtype="float32"))
     found = viasd.generate(pair, "hello", mask=mask, mode="lossless", tiers="3", max_new_tokens=12, ignore_eos=True)
     plain = viasd.generate(pair, "hello", mask=None, strategy="plain", max_new_tokens=12, ignore_eos=True)
     assert found.token_ids == plain.token_ids

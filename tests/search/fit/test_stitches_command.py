@@ -14,6 +14,7 @@ import viasd
 import viasd.load
 import viasd.search.cli as search_cli
 import viasd.search.fit.cli as cli
+from viasd.loading import LoadConfig
 from viasd.mask import LayerMask
 from viasd.testing import byte_tokenizer, tiny_model
 
@@ -87,7 +88,7 @@ def test_a_mask_is_stitched_tuned_judged_written_and_used(run: Run, folder: Path
     # The file does what it says.
     mask = LayerMask.load("m.stitched.json")
     assert mask.to_json() == said
-    pair = viasd.load.load_pair(target=str(folder / "tiny-target"))
+    pair = viasd.load_pair(target=str(folder / "tiny-target"), config=LoadConfig(dtype="float32"))
     assert mask.check(pair.target, pair.target_id) is None
     options: Any = {"max_new_tokens": 20, "ignore_eos": True, "seed": 0}
     plain = viasd.generate(pair, "hello world", strategy="plain", mask=None, **options)
