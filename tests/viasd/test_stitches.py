@@ -19,9 +19,12 @@ from viasd.layered import LayeredModel
 from viasd.mask import LayerMask
 from viasd.probe import load_layered
 from viasd.routes import Route
+from viasd.runtime.config import DecodingConfig
+from viasd.runtime.costs import cost_table
 from viasd.runtime.drafters import SelfDrafter
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
+from viasd.runtime.tiers import measure_tiers
 from viasd.stitch import Stitch
 from viasd.stitches import Stitches
 from viasd.testing import byte_tokenizer, tiny_model
@@ -167,6 +170,33 @@ def test_compiled_passes_apply_them_too() -> None:
     torch.testing.assert_close(rows[0], rows[2], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(rows[1], rows[3], atol=1e-4, rtol=1e-4)
     assert (rows[0] - rows[1]).abs().max() > 0.1
+
+
+def test_what_is_measured_of_a_mask_is_not_taken_for_its_stitched_self(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path))
+    found = []
+    for mask in (
+        LayerMask(KEEP),
+        mask_of(pair_of("llama")),
+        mask_of(pair_of("llama"), {3: stitch(8)}),
+        LayerMask(KEEP),
+    ):
+        for _ in range(2):  # measured, and as the next process finds it in the cache folder
+            pair = viasd.make_pair(model_of("llama"), byte_tokenizer())
+            found.append(measure_tiers(pair, mask, DecodingConfig(), "via").rejection["slim_full"])
+    raw, again, stitched, stitched_again, other, _, last, _ = found
+    assert raw == again == last
+    assert stitched == stitched_again
+    assert len({raw, stitched, other}) == 3
+    # Times depend on the ranks alone.
+    pair = viasd.make_pair(model_of("llama"), byte_tokenizer())
+    routes = [Route(KEEP), Route(KEEP, stitches=MAPS), Route(KEEP, stitches={3: stitch(1)})]
+    before = len(list((tmp_path / "costs").iterdir()))
+    for route in (*routes, Route(KEEP, stitches={3: stitch(7)})):
+        cost_table(pair, route, 64, 2)
+    assert len(list((tmp_path / "costs").iterdir())) == before + 3
 
 
 def test_a_stitched_mask_is_saved_and_loaded_whole(tmp_path: Path) -> None:
