@@ -154,7 +154,7 @@ def test_the_slim_verifier_alone_and_as_a_drafter_applies_them() -> None:
 
 
 def test_compiled_passes_apply_them_too() -> None:
-    ids, rows = prompt_ids(), []
+    ids, rows, escalated = prompt_ids(), list[Tensor](), list[Tensor]()
     for compiled in (False, True):
         model = load_layered(tiny_model())
         backend = Counting()
@@ -165,10 +165,13 @@ def test_compiled_passes_apply_them_too() -> None:
             with torch.inference_mode():
                 target.prefill(ids[:16])
                 rows.append(target.slim(ids, 4))
-        assert backend.compiled == (2 if compiled else 0)
+                escalated.append(target.full(ids, 4))  # from the boundary, which is what no stitch has touched
+        assert backend.compiled == (3 if compiled else 0)
         assert model.form.endswith(", compiled") == compiled
     torch.testing.assert_close(rows[0], rows[2], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(rows[1], rows[3], atol=1e-4, rtol=1e-4)
+    for one in escalated[1:]:
+        torch.testing.assert_close(one, escalated[0], atol=1e-4, rtol=1e-4)
     assert (rows[0] - rows[1]).abs().max() > 0.1
 
 
@@ -190,6 +193,8 @@ def test_what_is_measured_of_a_mask_is_not_taken_for_its_stitched_self(
     assert raw == again == last
     assert stitched == stitched_again
     assert len({raw, stitched, other}) == 3
+    masks = (mask_of(pair), LayerMask(KEEP))  # and not on one pair either
+    assert [measure_tiers(pair, m, DecodingConfig(), "via").rejection["slim_full"] for m in masks] == [stitched, raw]
     # Times depend on the ranks alone.
     pair = viasd.make_pair(model_of("llama"), byte_tokenizer())
     routes = [Route(KEEP), Route(KEEP, stitches=MAPS), Route(KEEP, stitches={3: stitch(1)})]
