@@ -97,7 +97,12 @@ class TieredTarget:
             step = self.model.step([Segment(kv, start, len(tokens) - start)])
             self.counters.slim_tokens_fed += len(tokens) - start
             hidden, captured = self.model.run(
-                self.model.embed(tokens[start:]), self.route.layers, step, capture=(resumed,), parts=self.route.parts
+                self.model.embed(tokens[start:]),
+                self.route.layers,
+                step,
+                capture=(resumed,),
+                parts=self.route.parts,
+                stitches=self.route.stitches,
             )
             kv.boundary = _joined(kv.boundary, captured[resumed])
             kv.slim_len = len(tokens)

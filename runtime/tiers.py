@@ -102,7 +102,7 @@ def measure_tiers(
     Acceptance is that of temperature 0 (`greedy`) or of temperature 1; a guard's own escalations are not in it, since what
     it will learn is not known beforehand.
     """
-    key = (mask.route, config.gamma, mode, config.thresholds, config.self_skip, greedy)
+    key = (mask.route, _stitched(mask), config.gamma, mode, config.thresholds, config.self_skip, greedy)
     if key not in pair.measured:
         with torch.inference_mode():
             pair.measured[key] = _measure(pair, mask, config, mode, greedy)
@@ -138,7 +138,7 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
     gamma, thresholds = config.gamma, thresholds_of(config)
     said = {
         **models_said(pair),
-        "mask": mask.route.key,
+        "mask": [*mask.route.key, *([] if mask.stitches is None else [_stitched(mask)])],
         "gamma": gamma,
         "thresholds": [thresholds.accept, thresholds.escalate],
         "self_skip": config.self_skip,
@@ -160,6 +160,10 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
     }
     pays = per_token["cascade"] < per_token["sd"] and found.delta is not None and found.delta > 0
     return TierReport(seconds, found.rejection, found.delta, per_token, pays)
+
+
+def _stitched(mask: LayerMask) -> str | None:
+    return None if mask.stitches is None else mask.stitches.sha256
 
 
 def _accepted(pair: Pair, mask: LayerMask, config: DecodingConfig, greedy: bool) -> _Acceptance:

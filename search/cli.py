@@ -68,6 +68,10 @@ def _search(args: argparse.Namespace) -> int:
                 f"{error}; nothing is lost: the study keeps every score, and the same command with another --output "
                 "writes the mask"
             ) from error
+        if outcome.mask.stitches is not None:  # with the name of the file that they are in now
+            from viasd.mask import LayerMask
+
+            outcome = replace(outcome, mask=LayerMask.load(path))
         if args.plot is not None:
             from viasd.search.plot import plot_outcome
 

@@ -45,6 +45,8 @@ class SearchConfig:
         controls: Random masks to compare with; None is as many as `trials`.
         heads: Light heads (what ``--heads`` takes), each of which is reported beside the masks as a slim verifier of the
             layers before it; None reports none.
+        stitch: Fit stitches to the best masks and take the one that is best with them: on the text of a corpus file, or on
+            the searching half (``calibration``); None leaves masks as they are.
 
     Raises:
         OptionError: If a value is out of range or contradicts another.
@@ -70,6 +72,7 @@ class SearchConfig:
     seed: int = 0
     controls: int | None = None
     heads: str | None = None
+    stitch: str | None = None
 
     def __post_init__(self) -> None:
         if self.skip is not None and not 0 < self.skip < 1:
@@ -82,6 +85,12 @@ class SearchConfig:
                 raise OptionError(f"skip_range must be LO:HI with 0 < LO < HI < 1, but got {low:g}:{high:g}")
         if self.goal not in OBJECTIVES:
             raise OptionError(f"objective must be one of {', '.join(OBJECTIVES)}, but got '{self.goal}'")
+        if self.stitch is not None and (self.sublayers or self.private_kv or self.goal == PARETO):
+            name = "sublayers" if self.sublayers else "private_kv" if self.private_kv else "objective pareto"
+            raise OptionError(
+                f"stitch and {name} contradict each other: stitches are fitted for one mask of whole layers over the full "
+                "path's cache; leave one out"
+            )
         if self.goal == PARETO and self.skip_range is None:
             raise OptionError("a pareto front needs masks of several sizes; add --skip-range LO:HI")
         for name, least in (("trials", 1), ("theta", 1), ("keep_prefix", 1), ("gamma", 1), ("tau", 16)):

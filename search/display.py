@@ -18,6 +18,7 @@ _LINE_SECONDS = 10.0
 _TITLES = {
     "calibration": "writing calibration text (tokens)",
     "search": "searching (masks)",
+    "stitches": "stitching the best masks",
     "controls": "random masks to compare with",
     "report": "scoring on text that the search did not see",
 }

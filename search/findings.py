@@ -16,20 +16,17 @@ import viasd
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.assembly import headed
-from viasd.runtime.config import DecodingConfig
-from viasd.runtime.guard import GuardConfig
-from viasd.runtime.tiers import measure_tiers
-from viasd.search import guardfit
 from viasd.search.calibration import Calibration, Passage
 from viasd.search.config import COST, SearchConfig
 from viasd.search.objective import Evaluation, Figures, Objective, rank, sound
 from viasd.search.outcome import median_of
 from viasd.search.proposals import Mask, SearchSpace
 from viasd.search.scorer import Scorer
+from viasd.search.stitched import Choice
+from viasd.search.trust import trust_curve
+from viasd.search.verdicts import guard_of, tier_of
 from viasd.search.walk import PassTimes
 from viasd.shipped import resolve_heads
-
-_MODE = "via"  # the mode that masks are for
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,7 @@ def details_of(
     mask: LayerMask,
     found: Findings,
     trials: int,
+    choice: Choice | None = None,
     *,
     interrupted: bool,
 ) -> dict[str, Any]:
@@ -105,6 +103,7 @@ def details_of(
         mask: The best mask.
         found: What the searching half says.
         trials: Masks evaluated.
+        choice: How the mask came to its stitches, if it has any.
         interrupted: Whether Ctrl-C ended the search; tiers and guard are left out then.
     """
     report: dict[Mask, Evaluation] = {}
@@ -120,20 +119,30 @@ def details_of(
                 tokens = reporter.scorer.tokens
                 if sound(evaluation.figures):
                     report[wanted] = evaluation
+        if choice is not None:
+            stitched = reporter.evaluate(mask.route).figures
+            more["stitched"] = {"tried": list(choice.tried), "search": choice.figures, "report": stitched}
         if not interrupted:
             if even is None and sound(figures := objective.evaluate(found.space.route(found.even)).figures):
                 even = figures
             if times is not None:
                 more["two_tiers"] = reporter.two_tiers(mask.route)
             more |= prefixes_of(pair, config, reporter.scorer)
-            tier = _tier(pair, config, mask)
-            more |= _guard(pair, config, text, objective.scorer, reporter.scorer, mask)
+            tier = tier_of(pair, config.gamma, mask)
+            seen, unseen = objective.scorer, reporter.scorer
+            if config.private_kv:  # decoding shares the cache, and so does the guard
+                seen, unseen = (scorer_of(pair, config, half, private=False) for half in (text.search, text.report))
+            more |= guard_of(pair, config.gamma, seen, unseen, mask)
+            routes = {"without stitches": replace(mask.route, stitches=None)} if mask.stitches is not None else {}
+            routes["slim verifier"] = mask.route
+            more["trust"] = {name: trust_curve(seen, unseen, route).as_json() for name, route in routes.items()}
     except KeyboardInterrupt:
         interrupted = True
     reported = {m: e.figures for m, e in report.items()}
     return {
         # The figures to go by: of text that the search did not see, where there was time for it.
         **(reported.get(found.best) or found.known[found.best]),
+        **_with_stitches(more),
         "objective": config.goal,
         "search": found.known[found.best],
         "report": reported.get(found.best),
@@ -166,10 +175,17 @@ def details_of(
     }
 
 
+def _with_stitches(more: Mapping[str, Any]) -> Figures:
+    """The figures to go by of a stitched mask; nothing where it has no stitches."""
+    stitched = more.get("stitched") or {}
+    found: Figures = stitched.get("report") or {}
+    return found if sound(found) else {}
+
+
 def _front_entry(best: LayerMask, found: Findings, mask: Mask, report: Figures | None) -> dict[str, Any]:
     """A mask of the front, in the words of a mask file."""
     route = found.space.route(mask)
-    file = replace(best, keep=route.keep, partial=route.partial, details={}).to_json()
+    file = replace(best, keep=route.keep, partial=route.partial, details={}, stitches=None).to_json()
     own: dict[str, Any] = {name: file[name] for name in ("keep", "sublayers", "skip_ratio") if name in file}
     return {**own, "search": found.known[mask], "report": report}
 
@@ -220,39 +236,3 @@ def prefixes_of(pair: Pair, config: SearchConfig, scorer: Scorer) -> dict[str, A
         figures = {"cost": score.cost, "kl": score.kl, "agreement": score.agreement, "accept_mass": score.accept_mass}
         found.append({"layers": layers, **figures})
     return {"prefixes": {"heads": heads.name, "of": pair.target.n_layers, "found": found}}
-
-
-def _tier(pair: Pair, config: SearchConfig, mask: LayerMask) -> dict[str, Any]:
-    report = measure_tiers(pair, mask, DecodingConfig(gamma=config.gamma), _MODE)
-    return {
-        "mode": _MODE,
-        "delta": report.delta,
-        "pays": report.keeps_slim,
-        "sentence": report.sentence(),
-        "seconds": _finite(report.seconds),
-        "per_token": _finite(report.per_token),
-        "rejection": _finite(report.rejection),
-    }
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON knows no infinity: a tier that can't be predicted is null."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def _guard(
-    pair: Pair, config: SearchConfig, text: Calibration, scorer: Scorer, reporter: Scorer, mask: LayerMask
-) -> dict[str, Any]:
-    """Start values of the guard and how well they hold; nothing where the drafter had too little to say."""
-    if config.private_kv:  # the guard works in the runtime, which shares the cache
-        scorer = scorer_of(pair, config, text.search, private=False)
-        reporter = scorer_of(pair, config, text.report, private=False)
-    seen = guardfit.observe(pair, scorer, mask.route, config.gamma)
-    other = guardfit.observe(pair, reporter, mask.route, config.gamma)
-    if len(seen) < guardfit.MIN_OBSERVATIONS or not len(other):
-        return {}
-    estimator = guardfit.fit(seen)
-    found = guardfit.reliability(estimator, other)
-    # Start values that would let too much pass are worse than none: without them the guard is lossless until it knows.
-    good = found["passed_disagreed"] <= GuardConfig().max_disagreement * found["passed"]
-    return {**({"guard": estimator.state()} if good else {}), "guard_reliability": {**found, "stored": good}}

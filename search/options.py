@@ -71,6 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     search.add_argument("--theta", type=int, metavar="N", help="every N-th proposal is Bayesian (default 10)")
     search.add_argument("--refine", type=float, metavar="X", help="share of the others one swap from the best (0.8)")
+    search.add_argument(
+        "--stitch",
+        nargs="?",
+        const="calibration",
+        metavar="CORPUS",
+        help="fit affine maps across the gaps of the best masks and take the one that is best with them: on a corpus of "
+        "viasd-fit corpus, or else on the searching half",
+    )
     search.add_argument("--keep-prefix", type=int, metavar="N", help="keep the first N layers (default 1)")
     search.add_argument("--seed", type=int, metavar="N", help="of every random choice (default 0)")
     search.add_argument("--controls", type=int, metavar="N", help="random masks to compare with (default: --trials)")

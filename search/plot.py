@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from viasd.routes import PARTS
 from viasd.runtime.figures import require_matplotlib, save_figure
@@ -40,9 +41,11 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    trace, importance, strip = figure.subplots(3, 1, height_ratios=[3, 2.4, 0.5])
     details = outcome.mask.details
+    trust: Mapping[str, Mapping[str, Any]] = details.get("trust") or {}
+    figure = Figure(figsize=(9, 10 if trust else 7), layout="constrained")
+    ratios = [3, 2.4, 0.5] + ([3] if trust else [])
+    trace, importance, strip, *last = figure.subplots(len(ratios), 1, height_ratios=ratios)
     keep = unit_flags(outcome)
     figure.suptitle(f"{outcome.mask.pair}: {skipped_words(outcome)} skipped")
 
@@ -60,7 +63,36 @@ def plot_outcome(outcome: SearchOutcome, path: str) -> None:
     for side in strip.spines.values():
         side.set_visible(False)
 
+    for axes in last:
+        _draw_trust(axes, trust)
     save_figure(figure, path)
+
+
+def plot_trust(curves: Mapping[str, Mapping[str, Any]], title: str, path: str) -> None:
+    """Draws trust curves (`viasd.search.trust.TrustCurve.as_json`, by what each is of) into a PNG file.
+
+    Raises:
+        OptionError: If matplotlib is missing, or the file can't be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    _draw_trust(axes, curves)
+    axes.set(title=title)
+    save_figure(figure, path)
+
+
+def _draw_trust(axes: Axes, curves: Mapping[str, Mapping[str, Any]]) -> None:
+    """Tokens that may be believed, by disagreement."""
+    for number, (name, curve) in enumerate(curves.items()):
+        budgets = [100 * budget for budget in curve["budgets"]]
+        for key, who, style in (("guard", "guard's estimator", "o-"), ("max", "max q' alone", "s--")):
+            if curve[key] is not None:
+                axes.plot(budgets, curve[key], style, color=f"C{number}", label=f"{name}, {who}")
+    axes.set(xlabel="disagreement put up with, %", ylabel="share of tokens believed", xlim=(0, None), ylim=(0, 1))
+    axes.legend(fontsize="small", loc="upper left")
 
 
 def _draw_trace(axes: Axes, outcome: SearchOutcome) -> None:

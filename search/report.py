@@ -11,6 +11,7 @@ from viasd.search.config import COST
 from viasd.search.front import front_masks, skipped_layers
 from viasd.search.objective import SECONDS, SLIM
 from viasd.search.outcome import SearchOutcome
+from viasd.search.trust import trust_lines
 
 _NAMED_LAYERS = 4
 _WIDTH = 24
@@ -57,6 +58,12 @@ def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
     if "search" in details or "controls" in details:
         lines += ["", *_table(details), ""]
         lines.append(random_verdict(details))
+    if mask.stitches is not None:
+        lines.append(stitch_line(mask))
+    if (stitched := details.get("stitched")) is not None:
+        lines += stitched_lines(stitched)
+    if (variants := details.get("variants")) is not None:
+        lines += ["", *variant_lines(variants), ""]
     lines += front_lines(mask, unicode=unicode)
     lines += prefix_lines(details)
     if (two := details.get("two_tiers")) is not None:
@@ -70,7 +77,7 @@ def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
         lines.append(guard_line(guard))
     elif details.get("tier") is not None:
         lines.append("guard: the drafter proposed too little on the text for start values; it will learn from nothing")
-    return lines
+    return [*lines, *trust_lines(details.get("trust") or {})]
 
 
 def random_verdict(details: Mapping[str, Any]) -> str:
@@ -89,6 +96,40 @@ def random_verdict(details: Mapping[str, Any]) -> str:
         return f"NOT BETTER THAN CHANCE: the best of {n} random masks is just as good, or the very same"
     better = "costs less" if details.get("objective", COST) == COST else "is predicted to be as fast or faster"
     return f"NOT BETTER THAN CHANCE: on text the search did not see, the best of {n} random masks {better}{by}"
+
+
+def stitch_line(mask: LayerMask) -> str:
+    """Where a mask has stitches, and of what rank."""
+    assert mask.stitches is not None
+    ranks = ", ".join(f"{i}" if r is None else f"{i} (rank {r})" for i, r in mask.stitches.ranks.items())
+    return f"stitched before layers {ranks}: {mask.stitches.parameters / 1e6:.2f} M numbers"
+
+
+def stitched_lines(found: Mapping[str, Any]) -> list[str]:
+    """What stitches did to the best masks of a search, and to the one that was taken."""
+    lines = [f"the {len(found['tried'])} best masks, by their own figures, stitched (searching half):"]
+    for one in found["tried"]:
+        lines.append(
+            f"  {one['keep']}  cost {_number(one['without']['cost'])} -> {_number(one['with']['cost'])}  "
+            f"agree {_number(one['without']['agreement'])} -> {_number(one['with']['agreement'])}"
+        )
+    report = found["report"]
+    return [
+        *lines,
+        f"with stitches, reporting half: cost {_number(report['cost'])}  KL {_number(report['kl'])}  "
+        f"agree {_number(report['agreement'])}",
+    ]
+
+
+def variant_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Slim verifiers of one mask without, with, and with fine-tuned stitches (`viasd.search.fit.judging.variants`)."""
+    titles = ("agree", "accept mass", "KL", "cost", "weights read", "ms/block")
+    lines = [f"{'slim verifier':<16}" + "".join(f"{title:>14}" for title in titles)]
+    for name, one in found.items():
+        cells = [_number(one[key]) for key in ("agreement", "accept_mass", "kl", "cost", "parameters")]
+        lines.append(f"{name:<16}" + "".join(f"{cell:>14}" for cell in [*cells, _milli(one["seconds"])]))
+    full = next(iter(found.values()))["full_seconds"]
+    return [*lines, f"{'full verifier':<16}" + " " * 56 + f"{_number(1.0):>14}{_milli(full):>14}"]
 
 
 def front_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:

@@ -24,6 +24,7 @@ from viasd.search.findings import Findings, details_of, scorer_of
 from viasd.search.objective import SLIM, VALUES, Figures, Objective, measure_passes, sound
 from viasd.search.outcome import SearchOutcome, Timing, importance_of, trace_of, trial_figures
 from viasd.search.proposals import DimrSampler, Mask, SearchSpace, front_of, mask_in, mask_text
+from viasd.search.stitched import Choice, best_stitched, stitching_text
 from viasd.search.storage import open_storage, storage_errors
 from viasd.search.study import Progress, Search, agreed, open_study
 from viasd.search.walk import PassTimes
@@ -37,7 +38,7 @@ class Stage:
     """Told while a search runs.
 
     Attributes:
-        name: ``calibration`` (counts tokens), ``search`` or ``controls`` (count masks), ``report``.
+        name: ``calibration`` (counts tokens), ``search``, ``controls`` or ``stitches`` (count masks), ``report``.
         done: How many so far.
         of: How many in all.
         progress: In ``search``, what the study says.
@@ -87,6 +88,7 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
         study = open_study(open_storage(url), name, setup, sampler)
         text = text or _own_text(study, pair, config, tell)
         times = None if config.goal == COST else _pass_times(study, pair, config, text)
+    stitching = None if config.stitch is None else stitching_text(pair, config.stitch, text.search)
     scorer = scorer_of(pair, config, text.search)
     objective = Objective(config.goal, pair, scorer, config.gamma, times)
     search = Search(study, sampler, objective, config.trials, lambda p: tell(Stage("search", p.done, p.trials, p)))
@@ -106,14 +108,26 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     if best is None:
         raise KeyboardInterrupt
     known = {m: trial_figures(t) for t in trials if t.state == TrialState.COMPLETE and (m := mask_in(t)) is not None}
-    route = space.route(best[0])
+    choice: Choice | None = None
+    if stitching is not None and not interrupted:
+        try:
+            choice = best_stitched(
+                pair, config, space, known, objective, stitching, lambda done, of: tell(Stage("stitches", done, of))
+            )
+        except KeyboardInterrupt:
+            interrupted = True
+    chosen = best[0] if choice is None else choice.mask
+    route = space.route(chosen)
     target = ModelIdentity.of(pair.target, pair.target_id)
-    mask = LayerMask(route.keep, name, pair.name, target, partial=route.partial)
+    stitches = None if choice is None else choice.stitches
+    mask = LayerMask(route.keep, name, pair.name, target, partial=route.partial, stitches=stitches)
     front = _front(trials) if config.goal == PARETO else ()
     controls = {m: figures for m, figures in controls.items() if sound(figures)}
-    findings = Findings(space, config.goal, known, best[0], front, controls, wanted)
+    findings = Findings(space, config.goal, known, chosen, front, controls, wanted)
     tell(Stage("report", 0, 1))
-    details = details_of(pair, config, text, objective, times, mask, findings, len(trials), interrupted=interrupted)
+    details = details_of(
+        pair, config, text, objective, times, mask, findings, len(trials), choice, interrupted=interrupted
+    )
     timing = Timing(
         seconds=time.perf_counter() - started,
         proposals=search.proposal_seconds,

@@ -91,13 +91,30 @@ class Block:
     best: list[int]
 
 
-class _BlockStep(Step):
+@dataclass(frozen=True)
+class Placed:
+    """Where a passage's scored positions lie.
+
+    Attributes:
+        kv: The full path's keys.
+        start: First position whose row is scored (it predicts the first scored token).
+        length: Scored positions.
+        end: Positions in the cache.
+    """
+
+    kv: SequenceKV
+    start: int
+    length: int
+    end: int
+
+
+class BlockStep(Step):
     """A pass over the scored positions of several passages, cut into blocks.
 
     A position of a block that starts at s sees the full path's keys below s, and from s on the keys of this very pass.
     """
 
-    def __init__(self, passages: Sequence[_Prepared], block: int, device: torch.device, kernel: str) -> None:
+    def __init__(self, passages: Sequence[Placed], block: int, device: torch.device, kernel: str) -> None:
         super().__init__([Segment(p.kv, 0, p.length) for p in passages], device, kernel, [p.start for p in passages])
         self._passages = passages
         self._block = block
@@ -136,22 +153,14 @@ class _BlockStep(Step):
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _Prepared(Placed):
     """A passage after the full path has run over it.
 
     Attributes:
-        kv: The full path's keys.
-        start: First position whose row is scored (it predicts the first scored token).
-        length: Scored positions.
-        end: Positions in the cache.
         hidden: Hidden states ``[1, length, d]`` before each layer, at the scored positions.
         tokens: All tokens of the passage but the last.
     """
 
-    kv: SequenceKV
-    start: int
-    length: int
-    end: int
     hidden: list[Tensor]
     tokens: tuple[int, ...]
 
@@ -306,13 +315,13 @@ class Scorer:
         if self.private_kv:
             return torch.cat([self._run_private(p, layers, first, route) for p in group], dim=1)
         hidden = torch.cat([p.hidden[first] for p in group], dim=1)
-        step = _BlockStep(group, self.block, self.model.device, self.model.kernel)
-        return self.model.run(hidden, layers, step, parts=route.parts)[0]
+        step = BlockStep(group, self.block, self.model.device, self.model.kernel)
+        return self.model.run(hidden, layers, step, parts=route.parts, stitches=route.stitches)[0]
 
     def _run_private(self, passage: _Prepared, layers: Sequence[int], first: int, route: Route) -> Tensor:
         kv = self.model.new_kv()
         step = self.model.step([Segment(kv, 0, passage.end)])
-        final, _ = self.model.run(passage.hidden[first], layers, step, parts=route.parts)
+        final, _ = self.model.run(passage.hidden[first], layers, step, parts=route.parts, stitches=route.stitches)
         return final[:, passage.start :]
 
 

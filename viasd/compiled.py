@@ -27,6 +27,7 @@ from viasd.errors import OptionError
 from viasd.lean import LeanLayer
 from viasd.rotary import RotaryTable, Rotation
 from viasd.routes import MLP
+from viasd.stitch import Stitch
 
 #: Tokens of a pass are padded to the next of these; a pass of more runs as it always does. One token, a block of the usual
 #: length, several blocks caught up with. Few, because each costs compiling, and where reading the weights decides padding
@@ -35,6 +36,7 @@ BUCKETS = (1, 8, 32)
 BACKEND = "inductor"
 
 Backend = str | Callable[..., Any]
+StateMap = Callable[[Tensor], Tensor]
 
 
 class Key(NamedTuple):
@@ -43,6 +45,7 @@ class Key(NamedTuple):
     Attributes:
         layers: Indices of the layers, in order.
         parts: The half that runs of layers that run in part.
+        stitches: What hidden states go through before the layer of that index.
         capture: Layers whose input is wanted; see `LayeredModel.run`.
         bucket: Tokens.
         capacity: Positions of the key/value buffers.
@@ -50,6 +53,7 @@ class Key(NamedTuple):
 
     layers: tuple[int, ...]
     parts: tuple[tuple[int, str], ...]
+    stitches: tuple[tuple[int, StateMap], ...]
     capture: tuple[int, ...]
     bucket: int
     capacity: int
@@ -180,7 +184,13 @@ class CompiledSteps:
         return len(self._graphs)
 
     def run(
-        self, hidden: Tensor, layers: tuple[int, ...], step: Step, capture: Sequence[int], parts: Mapping[int, str]
+        self,
+        hidden: Tensor,
+        layers: tuple[int, ...],
+        step: Step,
+        capture: Sequence[int],
+        parts: Mapping[int, str],
+        stitches: Mapping[int, StateMap],
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
         """See `LayeredModel.run`; None if this pass has to run as it always does.
 
@@ -199,7 +209,8 @@ class CompiledSteps:
         if not buffers:
             return None
         wanted = tuple(sorted({i for i in capture if i in layers or i == len(self._layers)}))
-        key = Key(layers, halves, wanted, bucket, buffers[0][0].shape[2])
+        applied = tuple((i, stitches[i]) for i in (*layers, len(self._layers)) if i in stitches)
+        key = Key(layers, halves, applied, wanted, bucket, buffers[0][0].shape[2])
         try:
             with self._lock:
                 return self._run(key, hidden, segment, buffers)
@@ -229,10 +240,12 @@ class CompiledSteps:
         tables = {
             kind: self._rotations.upto(min(key.capacity, self._limit), kind, like.device) for kind in sorted(kinds)
         }
-        for tensor in (hidden, start, *(part for table in tables.values() for part in table)):
+        stitches = {i: s.on(like.dtype, like.device) if isinstance(s, Stitch) else s for i, s in key.stitches}
+        constants = [tensor for stitch in stitches.values() for tensor in getattr(stitch, "tensors", ())]
+        for tensor in (hidden, start, *constants, *(part for table in tables.values() for part in table)):
             torch._dynamo.mark_static_address(tensor)
         function = torch.compile(
-            _pass_of(key, self._layers, self._kinds, tables, self._kernel),
+            _pass_of(key, self._layers, self._kinds, tables, stitches, self._kernel),
             fullgraph=True,
             dynamic=False,
             backend=self._backend,
@@ -242,23 +255,33 @@ class CompiledSteps:
 
 
 def _pass_of(
-    key: Key, layers: Sequence[LeanLayer], kinds: Sequence[str], tables: Mapping[str, Rotation], kernel: str
+    key: Key,
+    layers: Sequence[LeanLayer],
+    kinds: Sequence[str],
+    tables: Mapping[str, Rotation],
+    stitches: Mapping[int, StateMap],
+    kernel: str,
 ) -> Callable[..., list[Tensor]]:
     """The pass as a function of hidden states ``[1, B, d]``, position ``[]`` and buffers; a code object of its own."""
     parts = dict(key.parts)
-    chosen = [(index, layers[index], kinds[index], parts.get(index)) for index in key.layers]
+    chosen = [(i, layers[i], kinds[i], parts.get(i), stitches.get(i)) for i in key.layers]
     attending = [index for index in key.layers if parts.get(index) != MLP]
     end = len(layers)
+    last = stitches.get(end)
 
     def run(hidden: Tensor, start: Tensor, buffers: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         positions = start + torch.arange(key.bucket, device=hidden.device)
         step = StaticPass(positions, dict(zip(attending, buffers, strict=True)), kernel)
         rotations = {kind: Rotation(table.cos[positions], table.sin[positions]) for kind, table in tables.items()}
         inputs: dict[int, Tensor] = {}
-        for index, layer, kind, part in chosen:
+        for index, layer, kind, part, stitch in chosen:
             inputs[index] = hidden
+            if stitch is not None:
+                hidden = stitch(hidden)
             hidden = layer(hidden, rotations[kind], step, part)
         inputs[end] = hidden
+        if last is not None:
+            hidden = last(hidden)
         return [hidden, *(inputs[index] for index in key.capture)]
 
     # Compiled code is kept by code object, of which all closures made here would share one: every pass would look through

@@ -101,7 +101,8 @@ class LayeredModel:
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
         self._check_layers()
-        self._attention_configs = list({id(c): c for c in (m.config for m in _attention_modules(self.layers))}.values())
+        attending: list[Any] = [layer.self_attn for layer in self.layers]
+        self._attention_configs = list({id(m.config): m.config for m in attending}.values())
         parameters = inspect.signature(self.layers[0].forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self._rotary_takes_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
@@ -224,6 +225,7 @@ class LayeredModel:
         step: Step,
         capture: Iterable[int] = (),
         parts: Mapping[int, str] | None = None,
+        stitches: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Runs hidden states through the named layers, in the order given.
 
@@ -233,13 +235,14 @@ class LayeredModel:
             step: Says which positions of which sequences these tokens are; their keys and values are stored there.
             capture: Layer indices whose *input* is wanted; ``n_layers`` names the state after the last layer.
             parts: Layers of which only ``attention`` or ``mlp`` runs (see `runs_parts`).
+            stitches: What hidden states, once captured, go through before the layer of that index (see `viasd.stitch`).
 
         Returns:
             The hidden states ``[1, N, d]`` after the last layer run, and the captured inputs by layer index.
         """
         if self._compiled is not None:
             layers = tuple(layers)
-            done = self._compiled.run(hidden, layers, step, tuple(capture), parts or {})
+            done = self._compiled.run(hidden, layers, step, tuple(capture), parts or {}, stitches or {})
             if done is not None:
                 return done
         wanted = set(capture)
@@ -250,6 +253,8 @@ class LayeredModel:
             for index in layers:
                 if index in wanted:
                     captured[index] = hidden
+                if stitches and index in stitches:
+                    hidden = stitches[index](hidden)
                 kind, lean = self.layer_types[index], self._lean[index]
                 if lean is not None:
                     if kind not in rotations:
@@ -274,7 +279,7 @@ class LayeredModel:
                 hidden = out[0] if isinstance(out, tuple) else out
         if self.n_layers in wanted:
             captured[self.n_layers] = hidden
-        return hidden, captured
+        return (stitches[self.n_layers](hidden) if stitches and self.n_layers in stitches else hidden), captured
 
     def readout(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Hidden states ``[1, n, d]`` after the last layer -> raw logits ``[n, vocabulary]`` in fp32.
@@ -425,10 +430,6 @@ def _all_can(name: str, reasons: Sequence[str | None], what: str) -> None:
     for index, reason in enumerate(reasons):
         if reason:
             raise UnsupportedModelError(f"{name}: layer {index} can't be {what}: {reason}; use --layers auto")
-
-
-def _attention_modules(layers: Sequence[nn.Module]) -> list[Any]:
-    return [layer.self_attn for layer in layers]
 
 
 def find_decoder(model: nn.Module) -> Any:

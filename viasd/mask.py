@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -10,55 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from viasd.errors import MaskError
 from viasd.files import write_atomically
+from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
 from viasd.routes import ATTENTION, MLP, PARTS, Readout, Route
+from viasd.stitches import SUFFIX, Stitches
 
 SCHEMA_VERSION = 1
-
-_SHAPE_KEYS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "layer_types",
-    "sliding_window",
-    "rms_norm_eps",
-)
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """What a mask remembers of the target it was made for.
-
-    Attributes:
-        id: Hub id or local path, as it was asked for.
-        config: Hash of the architecture (shape keys of the config).
-        weights: Hash of a few small, never quantised weights (norms, rounded to bf16 so that the load dtype is immaterial).
-    """
-
-    id: str
-    config: str
-    weights: str
-
-    @classmethod
-    def of(cls, model: LayeredModel, model_id: str) -> ModelIdentity:
-        """Identity of a loaded model."""
-        shape = {key: getattr(model.config, key, None) for key in _SHAPE_KEYS}
-        first, last = model.layers[0], model.decoder.norm
-        norms = [p for m in (first, last) for n, p in m.named_parameters() if "norm" in n or m is last]
-        digest = hashlib.sha256()
-        for weight in norms:
-            digest.update(weight.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-        text = json.dumps(shape, sort_keys=True, default=str)
-        return cls(model_id, hashlib.sha256(text.encode()).hexdigest()[:16], digest.hexdigest()[:16])
 
 
 @dataclass(frozen=True)
@@ -72,6 +30,7 @@ class LayerMask:
         target: Identity of the target it belongs to, or None for a mask made on the spot.
         partial: Layers of which only one half runs, as (index, ``attention`` or ``mlp``); their `keep` is False.
         details: Everything else the file carries (cost, seed, versions, guard coefficients ...), untouched.
+        stitches: Affine maps across the gaps, which the slim pass applies (see `viasd.stitches`), or None.
     """
 
     keep: tuple[bool, ...]
@@ -83,6 +42,7 @@ class LayerMask:
     prefix: int | None = None
     heads: str | None = None
     head: Readout | None = field(default=None, compare=False)
+    stitches: Stitches | None = None
 
     def __post_init__(self) -> None:
         if len(self.keep) < 2:
@@ -98,6 +58,17 @@ class LayerMask:
         if not self.keep[0] or not self.keep[-1]:
             raise MaskError(
                 f"mask '{self.name}' skips the {'first' if not self.keep[0] else 'last'} layer; both must be kept"
+            )
+        if self.stitches is None:
+            return
+        if self.partial:
+            raise MaskError(
+                f"mask '{self.name}' skips attention and MLP separately, and only whole layers can be stitched; leave out "
+                "the stitches or use a mask of whole layers"
+            )
+        if self.stitches.keep != self.keep:
+            raise MaskError(
+                f"the stitches of mask '{self.name}' were fitted for another mask of the target; fit them anew for this one"
             )
 
     @classmethod
@@ -132,7 +103,7 @@ class LayerMask:
     @property
     def route(self) -> Route:
         """The route this mask describes."""
-        return Route(self.keep, self.partial, self.head)
+        return Route(self.keep, self.partial, self.head, None if self.stitches is None else self.stitches.maps)
 
     @property
     def skip_ratio(self) -> float:
@@ -146,7 +117,7 @@ class LayerMask:
             A warning for people when the layers fit but the weights are not those of the search, else None.
 
         Raises:
-            MaskError: If layer count or architecture differ.
+            MaskError: If layer count or architecture differ, or the stitches were fitted to other weights.
         """
         if len(self.keep) != model.n_layers:
             raise MaskError(
@@ -158,6 +129,8 @@ class LayerMask:
                 f"mask '{self.name}' skips attention and MLP separately, which {model.name} can't do; "
                 "use a mask of whole layers"
             )
+        if self.stitches is not None:
+            self.stitches.check(model, model_id)
         if self.target is None:
             return None
         found = ModelIdentity.of(model, model_id)
@@ -184,6 +157,7 @@ class LayerMask:
             "keep": [int(k) for k in self.keep],
             **({"sublayers": self._sublayers()} if self.partial else {}),
             **({} if self.prefix is None else {"prefix": self.prefix, "heads": self.heads}),
+            **({} if self.stitches is None else {"stitches": self.stitches.reference}),
             "skip_ratio": round(self.skip_ratio, 6),
             **self.details,
         }
@@ -193,11 +167,16 @@ class LayerMask:
         return {half: [int(k or parts.get(i) == half) for i, k in enumerate(self.keep)] for half in PARTS}
 
     @classmethod
-    def from_json(cls, data: Any, name: str) -> LayerMask:
+    def from_json(cls, data: Any, name: str, folder: Path | None = None) -> LayerMask:
         """Reads the JSON object of the file format.
 
+        Args:
+            data: The object.
+            name: For messages, and where it has none itself.
+            folder: Where the file of its stitches lies, if it has any.
+
         Raises:
-            MaskError: If it is not such an object, naming the field.
+            MaskError: If it is not such an object, naming the field, or its stitches are not those that it names.
         """
         if not isinstance(data, dict):
             raise MaskError(f"mask '{name}' must be a JSON object, but is a {type(data).__name__}")
@@ -218,7 +197,10 @@ class LayerMask:
             identity = None if target is None else ModelIdentity(**target)
         except TypeError as error:
             raise MaskError(f"mask '{name}': 'target' must have id, config and weights, but got {target!r}") from error
-        known = {"schema", "name", "pair", "target", "layers", "keep", "sublayers", "skip_ratio", "prefix", "heads"}
+        known = {
+            *("schema", "name", "pair", "target", "layers", "keep", "sublayers", "stitches", "skip_ratio"),
+            *("prefix", "heads"),
+        }
         details = {k: v for k, v in data.items() if k not in known}
         prefix, heads = data.get("prefix"), data.get("heads")
         if prefix is not None and (not isinstance(prefix, int) or isinstance(prefix, bool)):
@@ -232,11 +214,17 @@ class LayerMask:
             partial,
             prefix,
             heads,
+            stitches=_stitches(data.get("stitches"), name, folder),
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the mask as JSON, to a temporary name first."""
-        write_atomically(Path(path), json.dumps(self.to_json(), indent=2) + "\n")
+        """Writes the mask as JSON, to a temporary name first, and before it the file of its stitches beside it, if any."""
+        path, mask = Path(path), self
+        if self.stitches is not None:
+            beside = path.with_suffix(SUFFIX)
+            self.stitches.save(beside)
+            mask = replace(self, stitches=self.stitches.named(beside.name))
+        write_atomically(path, json.dumps(mask.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> LayerMask:
@@ -256,7 +244,7 @@ class LayerMask:
             raise MaskError(f"can't read mask file '{path}': {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers and nesting beyond all reason
             raise MaskError(f"mask file '{path}' is not JSON: {error}") from error
-        mask = cls.from_json(data, str(path))
+        mask = cls.from_json(data, str(path), Path(path).parent)
         # The file's own words stay relative to it, so that the two can be moved together.
         return mask if mask.heads is None else replace(mask, heads=str(Path(path).parent / mask.heads))
 
@@ -275,6 +263,22 @@ def _check_details(data: dict[str, Any], name: str) -> None:
         value = data.get(key)
         if value is not None and not isinstance(value, dict):
             raise MaskError(f"mask '{name}': '{key}' must be an object, but is a {type(value).__name__}")
+
+
+def _stitches(reference: Any, name: str, folder: Path | None) -> Stitches | None:
+    """Reads the stitches that a mask file names."""
+    if reference is None:
+        return None
+    file, sha256 = (reference.get(k) if isinstance(reference, dict) else None for k in ("file", "sha256"))
+    if not isinstance(file, str) or not isinstance(sha256, str) or not file or Path(file).name != file:
+        raise MaskError(
+            f"mask '{name}': 'stitches' must name a 'file' in the same folder and its 'sha256', but got {reference!r}"[
+                :300
+            ]
+        )
+    if folder is None:
+        raise MaskError(f"mask '{name}' has stitches in the file {file}; load it from the folder where that lies")
+    return Stitches.load(folder / file, sha256)
 
 
 def _no_constant(text: str) -> float:

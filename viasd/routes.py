@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from viasd.stitch import Stitch
 
 ATTENTION = "attention"
 MLP = "mlp"
@@ -37,11 +39,14 @@ class Route:
         keep: One flag a layer, True where the whole layer runs.
         partial: Layers of which only one half runs, as (index, ``attention`` or ``mlp``); their `keep` is False.
         readout: Reads out what leaves the last of them; None is the model's own readout.
+        stitches: What hidden states go through before the layer of that index (the number of layers: before the readout),
+            all of them after the first gap; see `viasd.stitch`. Two routes are equal only if these are the same objects.
     """
 
     keep: tuple[bool, ...]
     partial: tuple[tuple[int, str], ...] = ()
     readout: Readout | None = None
+    stitches: Mapping[int, Stitch] | None = field(default=None, hash=False, repr=False)
 
     @classmethod
     def full(cls, n_layers: int) -> Route:
@@ -82,14 +87,34 @@ class Route:
         return next((i for i in self.layers if i >= self.first_gap), len(self.keep))
 
     @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Runs of layers of which nothing runs, as (first skipped, next that runs)."""
+        found, start = [], None
+        running = set(self.layers)
+        for index in range(len(self.keep) + 1):
+            skipped = index < len(self.keep) and index not in running
+            if skipped and start is None:
+                start = index
+            elif not skipped and start is not None:
+                found.append((start, index))
+                start = None
+        return tuple(found)
+
+    @property
     def skip_ratio(self) -> float:
         """Share of layers left out, a half layer counting half."""
         return 1 - (sum(self.keep) + len(self.partial) / 2) / len(self.keep)
 
     @property
     def key(self) -> list[Any]:
-        """What tells it from every other route, as JSON can say it."""
-        return [self.keep, self.partial, *([] if self.readout is None else [self.readout.key])]
+        """What tells its costs from those of every other route, as JSON can say it: of stitches their ranks alone."""
+        ranks = sorted((i, stitch.rank or 0) for i, stitch in (self.stitches or {}).items())
+        return [
+            self.keep,
+            self.partial,
+            *([] if self.readout is None else [self.readout.key]),
+            *([ranks] if ranks else []),
+        ]
 
     def thinned(self, skip_ratio: float) -> Route:
         """A sub-route that skips `skip_ratio` of *all* layers, spread evenly over the layers this route keeps whole.

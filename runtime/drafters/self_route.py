@@ -94,7 +94,8 @@ class SelfDrafter:
         target = self._target
         model = target.model
         step = model.step([Segment(target.kv, self._position, len(tokens))])
-        hidden, _ = model.run(model.embed(tokens), self.route.layers, step, parts=self.route.parts)
+        route = self.route
+        hidden, _ = model.run(model.embed(tokens), route.layers, step, parts=route.parts, stitches=route.stitches)
         self._position += len(tokens)
         target.counters.drafter_calls += 1
         target.counters.drafter_tokens_fed += len(tokens)
