@@ -22,7 +22,7 @@ from viasd.compiled import BACKEND, BUCKETS, Backend, CompiledSteps
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.fuse import fuse
 from viasd.kernels import build
-from viasd.kernels.native import NativeLayer, NativeReadout, layer_obstacle, product_obstacle
+from viasd.kernels.native import NativeInt4, NativeLayer, NativeReadout, layer_obstacle, product_obstacle
 from viasd.kv import SequenceKV
 from viasd.lean import LayerProducts, LeanLayer, Norm, obstacle, untouched
 from viasd.products import Dense, Product, padded
@@ -143,8 +143,10 @@ class LayeredModel:
 
         ``, compiled`` is added where passes of few tokens are.
         """
-        forms = "+".join(sorted({"hf" if lean is None else lean.form for lean in self._lean}))
-        return f"{forms}, compiled" if self._compiled is not None and self._compiled.failure is None else forms
+        compiled = self._compiled is not None and self._compiled.failure is None
+        running = [layer.lean if compiled and isinstance(layer, NativeLayer) else layer for layer in self._lean]
+        forms = "+".join(sorted({"hf" if layer is None else layer.form for layer in running}))
+        return f"{forms}, compiled" if compiled else forms
 
     def compile(self, *, backend: Backend = BACKEND, buckets: Sequence[int] = BUCKETS) -> None:
         """Lets passes of few tokens of one sequence run as graphs of fixed shape from now on; see `viasd.compiled`.
@@ -158,7 +160,8 @@ class LayeredModel:
             buckets: Numbers of tokens that passes are padded to, for example 1 and block length + 1.
 
         Raises:
-            OptionError: If a layer has to run through its module, or layers lie on several devices.
+            OptionError: If a layer has to run through its module, layers lie on several devices, or int4 weights are laid out
+                for the CPU kernels.
         """
         lean = [layer.lean if isinstance(layer, NativeLayer) else layer for layer in self._lean if layer is not None]
         if len(lean) < self.n_layers:
@@ -166,6 +169,11 @@ class LayeredModel:
             reason = obstacle(self.layers[index]) or "layers='hf'"
             raise OptionError(
                 f"compile needs layers that are written out, but layer {index} of {self.name} can't be: {reason}"
+            )
+        if any(isinstance(product, NativeInt4) for layer in lean for product in layer.products):
+            raise OptionError(
+                "compile needs int4 weights in torch's own form, but these are laid out for the CPU kernels; load the model "
+                "with compile=True, or with layers='fused'"
             )
         self._compiled = CompiledSteps(
             lean,

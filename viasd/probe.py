@@ -50,7 +50,7 @@ def load_layered(
     weights = None
     if quantization is not None:
         check_quantized(quantization, layers, next(model.parameters()).device)
-        weights = quantize(model, quantization, codes, kernels=layers != "fused")
+        weights = quantize(model, quantization, codes, kernels=layers != "fused" and not compile)
     layered = LayeredModel(model, kernel=kernel, vocabulary=vocabulary, layers=layers, weights=weights)
     probe(layered)
     if weights is not None:

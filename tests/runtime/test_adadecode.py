@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tiny import Counting as CountingBackend
-from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer
+from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer, watch_writes
 
 import viasd
-from viasd.attention import Step
 from viasd.errors import HeadsError, OptionError
 from viasd.heads import LightHeads
 from viasd.kv import SequenceKV
@@ -170,20 +169,18 @@ def test_keys_of_a_layer_are_contiguous_and_never_more_than_those_of_the_layer_b
     lengths = [0] * 8
     begun: list[int] = []
     joined = 0
-    whole = SequenceKV.write
 
-    def watched(self: SequenceKV, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
+    def watched(kv: SequenceKV, layer: int, start: int, tokens: int) -> None:
         nonlocal joined
-        committed = self.full_len  # a refusal cuts every layer back to what was committed
+        committed = kv.full_len  # a refusal cuts every layer back to what was committed
         assert committed <= start <= lengths[layer]
         if start < lengths[layer]:
             begun.append(layer)
-        joined = max(joined, keys.shape[1] if start > 23 else 0)
-        lengths[layer] = start + keys.shape[1]
+        joined = max(joined, tokens if start > 23 else 0)
+        lengths[layer] = start + tokens
         assert lengths[layer] <= (lengths[layer - 1] if layer else lengths[0])
-        return whole(self, layer, start, keys, values)
 
-    monkeypatch.setattr(SequenceKV, "write", watched)
+    watch_writes(monkeypatch, watched)
     always(monkeypatch, RandomExits(0.6))
     for seed in range(3):
         lengths[:] = [0] * 8
@@ -195,14 +192,11 @@ def test_keys_of_a_layer_are_contiguous_and_never_more_than_those_of_the_layer_b
 
 def test_no_layer_runs_a_position_twice_within_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[int, int]] = []
-    whole = Step.store
 
-    def watched(self: Step, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        (segment,) = self.segments
-        ran.extend((layer, segment.start + i) for i in range(segment.length))
-        return whole(self, layer, keys, values)
+    def watched(_: SequenceKV, layer: int, start: int, tokens: int) -> None:
+        ran.extend((layer, start + i) for i in range(tokens))
 
-    monkeypatch.setattr(Step, "store", watched)
+    watch_writes(monkeypatch, watched)
     truth = reference("llama")
     told(monkeypatch, OraclesHeads(truth, len(prompt_ids())))  # nothing is ever refused
     result = generate(pair_of("llama"), prompt_ids(), max_new_tokens=N, exit_threshold=0.9, **ADA)
@@ -215,13 +209,11 @@ def test_no_layer_runs_a_position_twice_within_a_cycle(monkeypatch: pytest.Monke
 
 def test_no_more_tokens_than_asked_for_and_nothing_run_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
-    whole = SequenceKV.write
 
-    def watched(self: SequenceKV, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        ends.append(start + keys.shape[1])
-        return whole(self, layer, start, keys, values)
+    def watched(kv: SequenceKV, layer: int, start: int, tokens: int) -> None:
+        ends.append(start + tokens)
 
-    monkeypatch.setattr(SequenceKV, "write", watched)
+    watch_writes(monkeypatch, watched)
     told(monkeypatch, OraclesHeads(reference("llama"), len(prompt_ids())))
     for n in range(1, 9):
         result = generate(pair_of("llama"), prompt_ids(), max_new_tokens=n, exit_threshold=0.9, **ADA)

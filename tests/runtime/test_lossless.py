@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LOSSLESS, TEXT, generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer
+from tiny import LOSSLESS, TEXT, generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer, watch_writes
 
 import viasd
 from viasd.kv import SequenceKV
@@ -113,13 +113,11 @@ def test_no_more_tokens_than_asked_for(strategy: str, drafter: str) -> None:
 @pytest.mark.parametrize("strategy", ENDING)
 def test_nothing_is_run_beyond_the_end_of_the_answer(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
-    whole = SequenceKV.write
 
-    def watched(self: SequenceKV, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        ends.append(start + keys.shape[1])
-        return whole(self, layer, start, keys, values)
+    def watched(kv: SequenceKV, layer: int, start: int, tokens: int) -> None:
+        ends.append(start + tokens)
 
-    monkeypatch.setattr(SequenceKV, "write", watched)
+    watch_writes(monkeypatch, watched)
     for n in range(1, 9):
         generate(pair_of("llama", "same"), prompt_ids(), max_new_tokens=n, **LOSSLESS[strategy])
         assert max(ends) <= len(prompt_ids()) + n

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids
+from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids, watch_writes
 
 import viasd
-from viasd.attention import Segment, Step
+from viasd.attention import Segment
 from viasd.errors import HeadsError, MaskError, OptionError
 from viasd.heads import LightHeads
+from viasd.kv import SequenceKV
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.assembly import headed
@@ -68,14 +69,11 @@ def test_its_rows_are_those_of_the_head_behind_these_layers() -> None:
 
 def test_an_escalated_round_runs_every_layer_once_and_one_head_more(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[int, int]] = []
-    whole = Step.store
 
-    def watched(self: Step, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        (segment,) = self.segments
-        ran.extend((layer, segment.start + i) for i in range(segment.length))
-        return whole(self, layer, keys, values)
+    def watched(_: SequenceKV, layer: int, start: int, tokens: int) -> None:
+        ran.extend((layer, start + i) for i in range(tokens))
 
-    monkeypatch.setattr(Step, "store", watched)
+    watch_writes(monkeypatch, watched)
     target, tokens = slim_target(pair_of("llama"), 5, LightHeads.lens((5,))), prompt_ids()
     with torch.inference_mode():
         target.prefill(tokens[:10])

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EVERY, generate, pair_of, prompt_ids, tokenizer
+from tiny import EVERY, generate, pair_of, prompt_ids, tokenizer, watch_writes
 
 import viasd
-from viasd.kv import SequenceKV
 
 OPTIONS: dict[str, Any] = {"mask": None, "seed": 3, "ignore_eos": True, "max_new_tokens": 24}
 
@@ -71,17 +70,15 @@ def test_an_exception_keeps_what_was_made_and_the_pair_usable(monkeypatch: pytes
         implementation = model.config._attn_implementation
         before = generate(pair, prompt_ids(), **{**OPTIONS, **options})
         calls = {"n": 0}
-        whole = SequenceKV.write
 
-        def failing(self: SequenceKV, layer: int, *rest: Any, calls: Any = calls, whole: Any = whole) -> Any:
+        def failing(*_: Any, calls: Any = calls) -> None:
             calls["n"] += 1
             if calls["n"] == 120:
                 raise KeyboardInterrupt
-            return whole(self, layer, *rest)
 
         answer = viasd.stream(pair, prompt_ids(), **{**OPTIONS, **options})
         with monkeypatch.context() as patch:
-            patch.setattr(SequenceKV, "write", failing)
+            watch_writes(patch, failing)
             with pytest.raises(KeyboardInterrupt):
                 list(answer)
         assert answer.result.finish_reason == "interrupted", strategy

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LOSSLESS, generate, hf_greedy, model_of, pair_of, prompt_ids
+from tiny import LOSSLESS, generate, hf_greedy, model_of, pair_of, prompt_ids, watch_writes
 
 from viasd.errors import OptionError
 from viasd.kv import SequenceKV
@@ -110,13 +110,11 @@ def test_an_escalation_runs_the_layers_before_the_gap_only_for_what_is_new(monke
     target.prefill(ids[:10])
     target.slim(ids[:14], 4)
     written: dict[int, list[tuple[int, int]]] = {}
-    whole = SequenceKV.write
 
-    def watched(self: SequenceKV, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        written.setdefault(layer, []).append((start, start + keys.shape[1]))
-        return whole(self, layer, start, keys, values)
+    def watched(kv: SequenceKV, layer: int, start: int, tokens: int) -> None:
+        written.setdefault(layer, []).append((start, start + tokens))
 
-    monkeypatch.setattr(SequenceKV, "write", watched)
+    watch_writes(monkeypatch, watched)
     target.full(ids[:16], 6)
     assert written == {i: [(14, 16)] if i < 3 else [(10, 16)] for i in range(8)}
 

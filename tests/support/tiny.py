@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import viasd
+from viasd.kv import SequenceKV
 from viasd.testing import byte_tokenizer, perturbed, tiny_model
 
 TEXT = "hello hello world, hello"  # 24 tokens: three windows of 8, with something to look up
@@ -103,3 +104,19 @@ LOSSY: dict[str, dict[str, Any]] = {
     "bounded-sd": {"strategy": "sd", "mode": "bounded", "alpha": 0.5},
 }
 EVERY = {**LOSSLESS, **LOSSY}
+
+
+def watch_writes(monkeypatch: Any, seen: Any) -> None:
+    """Calls ``seen(kv, layer, start, tokens)`` before anything is written into a cache, by torch or by a kernel."""
+    write, room = SequenceKV.write, SequenceKV.room
+
+    def watched_write(self: SequenceKV, layer: int, start: int, keys: Any, values: Any) -> Any:
+        seen(self, layer, start, keys.shape[1])
+        return write(self, layer, start, keys, values)
+
+    def watched_room(self: SequenceKV, layer: int, start: int, end: int, keys: Any, values: Any) -> Any:
+        seen(self, layer, start, end - start)
+        return room(self, layer, start, end, keys, values)
+
+    monkeypatch.setattr(SequenceKV, "write", watched_write)
+    monkeypatch.setattr(SequenceKV, "room", watched_room)

@@ -121,7 +121,7 @@ def test_fused_is_refused_where_a_layer_can_not_be_written_out() -> None:
         load_layered(model, layers="fused")
     assert [p.data_ptr() for p in model.parameters()] == before
     load_layered(model)  # with auto, that layer runs through its module
-    with pytest.raises(OptionError, match="layers must be one of auto, hf, fused, but got 'fast'"):
+    with pytest.raises(OptionError, match="layers must be one of auto, hf, fused, native, but got 'fast'"):
         load_layered(model, layers="fast")
 
 

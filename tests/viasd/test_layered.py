@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import model_of
+from tiny import model_of, watch_writes
 from torch import Tensor
 
 from viasd.attention import Segment
@@ -267,14 +267,12 @@ def test_an_exception_in_a_layer_leaves_the_model_as_it_was(
     hf = tiny_model(family)
     before = snapshot(hf)
     model = LayeredModel(hf, layers=layers)
-    whole = SequenceKV.write
 
-    def failing(self: SequenceKV, layer: int, *rest: Any) -> Any:
+    def failing(kv: SequenceKV, layer: int, *rest: Any) -> None:
         if layer == 5:
             raise RuntimeError("boom")
-        return whole(self, layer, *rest)
 
-    monkeypatch.setattr(SequenceKV, "write", failing)
+    watch_writes(monkeypatch, failing)
     with pytest.raises(RuntimeError, match="boom"):
         in_pieces(model, random_ids(6), [3])
     assert_untouched(hf, before)

@@ -153,7 +153,9 @@ class NativeLayer:
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
         """See `LeanLayer`."""
         n = hidden.shape[1]
-        if n > MOST_TOKENS or step.kernel != "sdpa" or hidden.dtype != self._dtype or hidden.requires_grad:
+        # A step of another class stores or attends in its own way.
+        ordinary = type(step) is Step and step.kernel == "sdpa"
+        if n > MOST_TOKENS or not ordinary or hidden.dtype != self._dtype or hidden.requires_grad:
             return self.lean(hidden, rotation, step, part)
         index = self.lean.index
         step.windows[index] = self.lean.window

@@ -65,7 +65,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
 def one_line(result: tuple[int, str, str]) -> str:
     code, out, err = result
     assert (code, out) == (2, "")
-    assert err.startswith("viasd-fit: error: ")
+    assert err.splitlines()[-1].startswith("viasd-fit: error: ")
     assert err.count("\n") == 1
     return err
 
