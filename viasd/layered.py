@@ -160,8 +160,8 @@ class LayeredModel:
             buckets: Numbers of tokens that passes are padded to, for example 1 and block length + 1.
 
         Raises:
-            OptionError: If a layer has to run through its module, layers lie on several devices, or int4 weights are laid out
-                for the CPU kernels.
+            OptionError: If a layer has to run through its module, layers lie on several devices, or int4 weights are
+                laid out for the CPU kernels.
         """
         lean = [layer.lean if isinstance(layer, NativeLayer) else layer for layer in self._lean if layer is not None]
         if len(lean) < self.n_layers:
