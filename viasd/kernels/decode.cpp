@@ -17,7 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -114,6 +114,24 @@ INLINE float rounded(float x) {
     float f; memcpy(&f, &w, 4); return f;
 }
 
+// Compilers take 16 bytes apart one by one when they are widened fourfold.
+INLINE Ints widened_codes(const int8_t* p) {
+#ifdef __AVX512F__
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+    Codes c; memcpy(&c, p, sizeof c);
+    return __builtin_convertvector(c, Ints);
+#endif
+}
+INLINE Words widened_codes(const uint8_t* p) {
+#ifdef __AVX512F__
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+    Bytes b; memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, Words);
+#endif
+}
+
 struct Float32 {
     typedef float T;
     INLINE Floats get(const T* p) { return load(p); }
@@ -140,7 +158,7 @@ struct BFloat16 {
 };
 struct Signed8 {
     typedef int8_t T;
-    INLINE Floats get(const T* p) { Codes c; memcpy(&c, p, sizeof c); return __builtin_convertvector(c, Floats); }
+    INLINE Floats get(const T* p) { return __builtin_convertvector(widened_codes(p), Floats); }
 };
 
 // Sums of four vectors, each in the same order whatever the others hold.
@@ -231,9 +249,8 @@ INLINE void dots4(const uint8_t* const w[4], const typename S::T* const scale[4]
     for (int r = 0; r < 4; r++) for (int m = 0; m < M; m++) s[r][m] = Floats{};
     for (int64_t g = 0; g < groups; g++) {
         for (int r = 0; r < 4; r++) {
-            Bytes bytes; memcpy(&bytes, w[r] + g * 16, sizeof bytes);
             if (ahead) __builtin_prefetch(w[r] + g * 16 + ahead, 0, 2);
-            Words both = __builtin_convertvector(bytes, Words);
+            Words both = widened_codes(w[r] + g * 16);
             Floats low = __builtin_convertvector((Ints)(both & 15u), Floats);
             Floats high = __builtin_convertvector((Ints)(both >> 4), Floats);
             Floats by = all(S::get1(scale[r] + g));
