@@ -47,3 +47,7 @@ class ProcessorError(ViasdError):
 
 class FitError(ViasdError):
     """Raised when something can't be trained: an unfit corpus, a run that can't go on, or a loss that is no number."""
+
+
+class KernelError(ViasdError):
+    """Raised when the CPU kernels can't be had on this machine (everything works without them), or have no memory."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +93,30 @@ def test_sequences_packed_into_one_pass_are_as_alone() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_token_that_is_no_number_spoils_itself_and_what_follows_but_nothing_before(family: str) -> None:
+    model = load_layered(tiny_model(family), layers="native")
+    with torch.inference_mode():
+        hidden = model.embed(IDS[:9])
+        hidden[0, 5] = torch.nan
+
+        def logits(n: int) -> torch.Tensor:
+            return model.run(hidden[:, :n], (0, 1), model.step([Segment(model.new_kv(), 0, n)]))[0][0]
+
+        assert torch.equal(logits(9)[:5], logits(5))
+        assert logits(9)[5:].isnan().any(dim=-1).all()
+
+
+@needs_kernels
+def test_several_python_threads_may_decode_at_once() -> None:
+    model = load_layered(tiny_model("qwen3", dtype=torch.bfloat16), layers="native")
+    alone = rows(model, [20, 5, 1, 7])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: rows(model, [20, 5, 1, 7]), range(12)))
+    assert all(torch.equal(one, alone) for one in found)
+
+
+@needs_kernels
 @pytest.mark.parametrize("parts", [None, {3: "attention"}, {3: "mlp"}])
 def test_skipped_layers_and_halves_are_as_written_out(parts) -> None:
     hf = tiny_model("gemma2")
@@ -130,7 +156,7 @@ def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype
     if kind == "int8":
         codes, scale = int8_codes(weight)
         matrix, weight = Matrix("int8", codes, scale, bias=bias), codes.double() * scale.double()[:, None]
-        run = partial(multiplied, matrices=[matrix], library=library)
+        run = partial(multiplied, matrix=matrix, library=library)
     elif kind == "int4":
         groups = int4_codes(weight)
         product = NativeInt4(groups.codes, groups.scale, groups.zero, bias, library)
@@ -140,7 +166,7 @@ def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype
         many = product(torch.cat([x, x]))[:17]
         torch.testing.assert_close(many.float(), product(x).float(), atol=0.3 if coarse else 1e-4, rtol=0)
     else:
-        run = partial(multiplied, matrices=[Matrix("dense", weight, bias=bias)], library=library)
+        run = partial(multiplied, matrix=Matrix("dense", weight, bias=bias), library=library)
     got = run(x)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=5e-3 if dtype.itemsize == 2 else 1e-5)
@@ -186,3 +212,31 @@ def test_a_failing_compiler_is_reported_in_a_line(monkeypatch, tmp_path) -> None
     monkeypatch.setenv("CXX", str(script))
     assert "boom: no such flag" in (build.why_missing() or "")
     assert not list((cache_folder() / "kernels").glob("*.so"))
+
+
+@needs_kernels
+def test_a_damaged_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path / "first"))
+    build.load()
+    (made,) = (tmp_path / "first" / "kernels").glob("*.so")
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path / "second"))
+    (tmp_path / "second" / "kernels").mkdir(parents=True)
+    damaged = tmp_path / "second" / "kernels" / made.name
+    damaged.write_bytes(made.read_bytes()[:1000])
+    damaged.with_suffix(".sha256").write_text(made.with_suffix(".sha256").read_text())
+    told: list[str] = []
+    build.load(told.append)
+    assert len(told) == 1
+    assert damaged.stat().st_size == made.stat().st_size
+    build.load(told.append)
+    assert len(told) == 1
+
+
+@needs_kernels
+def test_a_cache_that_can_not_be_written_is_no_reason_to_be_slow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("VIASD_CACHE", str(tmp_path / "file"))
+    assert build.why_missing() is None
+    assert load_layered(tiny_model("llama")).form == "native"

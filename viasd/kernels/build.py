@@ -16,126 +16,134 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from viasd.errors import ViasdError
-from viasd.files import cache_folder, make_folder, process_lock
+from viasd.errors import KernelError, ViasdError
+from viasd.files import cache_folder, make_folder, process_lock, sha256_of, why, write_atomically
 
 SOURCE = Path(__file__).with_name("decode.cpp")
-#: Bumped with the structures that both sides share.
-INTERFACE = 1
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtti", "-Wno-psabi")
+_FUNCTIONS = ("viasd_layer", "viasd_product", "viasd_readout", "viasd_expand")
 _TIMEOUT = 300  # seconds; compiling takes four
 _LOCK = threading.Lock()
+# By cache folder: the library, or why there is none. Asked once a process, because a failure takes the compiler's time too.
+_FOUND: dict[Path, ctypes.CDLL | KernelError] = {}
+
+Say = Callable[[str], None]
 
 
-class KernelsMissing(ViasdError):
-    """The kernels can't be had on this machine; the message says why. Everything works without them, only slower."""
-
-
-def load(say: Callable[[str], None] = lambda line: None) -> ctypes.CDLL:
+def load(say: Say = lambda line: None) -> ctypes.CDLL:
     """The kernels, compiled if this machine has not done so yet.
 
     Args:
         say: Told before anything is compiled.
 
     Raises:
-        KernelsMissing: If there is no compiler, it fails, or this is no Linux.
+        KernelError: If there is no compiler, it fails, or this is no Linux.
     """
+    folder = cache_folder()
     with _LOCK:
-        found = _loaded(str(cache_folder()), say)
-    if isinstance(found, str):
-        raise KernelsMissing(found)
+        if folder not in _FOUND:
+            try:
+                _FOUND[folder] = _made(folder / "kernels", say)
+            except KernelError as error:
+                _FOUND[folder] = error
+        found = _FOUND[folder]
+    if isinstance(found, KernelError):
+        raise found
     return found
 
 
-def why_missing(say: Callable[[str], None] = lambda line: None) -> str | None:
+def why_missing(say: Say = lambda line: None) -> str | None:
     """Why there are no kernels here, None if there are. See `load`."""
     try:
         load(say)
-    except KernelsMissing as error:
+    except KernelError as error:
         return str(error)
     return None
 
 
-class _Any:
-    """Equal to every other, so that what is told to whom is no part of a cache's key."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Any)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def _loaded(folder: str, say: Callable[[str], None]) -> ctypes.CDLL | str:
-    return _load_once(folder, _Any(say))
-
-
-@cache
-def _load_once(folder: str, teller: _Any) -> ctypes.CDLL | str:
-    """The library, or why there is none; asked once a process, because a failure takes the compiler's time too."""
+def _made(folder: Path, say: Say) -> ctypes.CDLL:
     if sys.platform != "linux":
-        return f"the CPU kernels are built on Linux only, and this is {sys.platform}"
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or shutil.which(compiler.split()[0]) is None:
-        return f"no C++ compiler ({compiler or 'c++, g++, clang++'}) was found; install one, or set CXX"
+        raise KernelError(f"the CPU kernels are built on Linux only, and this is {sys.platform}")
+    command = (os.environ.get("CXX") or "").split() or [
+        next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "c++, g++ or clang++")
+    ]
+    if shutil.which(command[0]) is None:
+        raise KernelError(f"no C++ compiler ({command[0]}) was found; install one, or set CXX")
+    flags = [*_FLAGS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
+    said = (SOURCE.read_bytes(), command, _output([*command, "--version"]), flags, _processor(), torch.__version__)
+    path = folder / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.so"
+    if _sound(path):
+        return _opened(path)
+    say("compiling the CPU kernels for this machine (once, some seconds)")
     try:
-        path = _built(Path(folder) / "kernels", compiler.split(), teller.say)
-        library = ctypes.CDLL(str(path))
+        make_folder(folder, KernelError)
+        with process_lock(path.with_suffix(".lock"), error=KernelError):
+            if not _sound(path):  # another process may have made it meanwhile
+                with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                    made = Path(scratch) / "decode.so"
+                    _compile([*command, *flags], command, Path(scratch))
+                    digest = sha256_of(made)
+                    os.replace(made, path)
+                write_atomically(_sum_of(path), digest, KernelError)
+            return _opened(path)
     except ViasdError as error:
-        return str(error)
+        if isinstance(error.__cause__, OSError):
+            return _unkept([*command, *flags], command)
+        raise
+    except OSError:
+        return _unkept([*command, *flags], command)
+
+
+def _sum_of(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sound(path: Path) -> bool:
+    """Whether a library is there and whole: one that was cut short would end the process when it is opened."""
+    try:
+        return sha256_of(path) == _sum_of(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _unkept(compiling: Sequence[str], linking: Sequence[str]) -> ctypes.CDLL:
+    """The kernels for this process alone: a cache that can't be written is no reason to be slow."""
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            _compile(compiling, linking, Path(scratch))
+            return _opened(Path(scratch) / "decode.so")  # stays mapped when its file is gone
     except OSError as error:
-        return f"the compiled CPU kernels can't be loaded: {error}"
-    for name in ("viasd_layer", "viasd_product", "viasd_readout", "viasd_expand"):
+        raise KernelError(f"the CPU kernels can't be built: {why(error)}") from error
+
+
+def _compile(compiling: Sequence[str], linking: Sequence[str], folder: Path) -> None:
+    # In two steps: told of OpenMP, the linker would bring a runtime of its own.
+    _output([*compiling, "-c", str(SOURCE), "-o", str(folder / "decode.o")])
+    _output([*linking, "-shared", str(folder / "decode.o"), "-o", str(folder / "decode.so")])
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name in _FUNCTIONS:
         getattr(library, name).restype = ctypes.c_int
     return library
 
 
-def _built(folder: Path, compiler: list[str], say: Callable[[str], None]) -> Path:
-    """The compiled library; one for each compiler, processor and source."""
-    flags = [*_FLAGS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
-    said = (SOURCE.read_bytes(), compiler, _output([*compiler, "--version"]), flags, _processor(), torch.__version__)
-    name = hashlib.sha256(repr(said).encode()).hexdigest()[:24]
-    try:
-        make_folder(folder)
-    except ViasdError:
-        # A home that can't be written is no reason to be slow: compiled anew for each process then.
-        folder = Path(tempfile.mkdtemp(prefix="viasd-kernels-"))
-    path = folder / f"{name}.so"
-    if path.exists():
-        return path
-    with process_lock(folder / f"{name}.lock"):
-        if path.exists():
-            return path
-        say("compiling the CPU kernels for this machine (once, some seconds)")
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            unlinked, linked = Path(scratch) / "decode.o", Path(scratch) / "decode.so"
-            _output([*compiler, *flags, "-c", str(SOURCE), "-o", str(unlinked)])
-            _output([*compiler, "-shared", str(unlinked), "-o", str(linked)])
-            os.replace(linked, path)
-    return path
-
-
-def _output(command: list[str]) -> str:
+def _output(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelsMissing(f"the C++ compiler failed: {error}") from error
+        raise KernelError(f"the C++ compiler can't be run: {error}") from error
     if done.returncode:
         told = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise KernelsMissing(
-            f"the C++ compiler failed ({' '.join(command[:1])}, exit {done.returncode}): {told[0][:300]}"
-        )
+        raise KernelError(f"the C++ compiler failed ({command[0]}, exit {done.returncode}): {told[0][:300]}")
     return done.stdout
 
 
@@ -146,4 +154,4 @@ def _processor() -> Any:
     except OSError:
         return platform.processor()
     names = ("model name", "flags", "Features", "CPU part")
-    return sorted({line for line in text.splitlines() if line.split("\t")[0].split(":")[0].strip() in names})
+    return sorted({line for line in text.splitlines() if line.split(":")[0].strip() in names})

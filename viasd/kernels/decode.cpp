@@ -114,23 +114,14 @@ INLINE float rounded(float x) {
     float f; memcpy(&f, &w, 4); return f;
 }
 
-// Compilers take 16 bytes apart one by one when they are widened fourfold.
-INLINE Ints widened_codes(const int8_t* p) {
+// By an instruction where there is one: compilers take 16 bytes apart one by one when they are widened fourfold.
 #ifdef __AVX512F__
-    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+INLINE Ints widened_codes(const int8_t* p) { return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+INLINE Words widened_codes(const uint8_t* p) { return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 #else
-    Codes c; memcpy(&c, p, sizeof c);
-    return __builtin_convertvector(c, Ints);
+INLINE Ints widened_codes(const int8_t* p) { Codes c; memcpy(&c, p, sizeof c); return __builtin_convertvector(c, Ints); }
+INLINE Words widened_codes(const uint8_t* p) { Bytes b; memcpy(&b, p, sizeof b); return __builtin_convertvector(b, Words); }
 #endif
-}
-INLINE Words widened_codes(const uint8_t* p) {
-#ifdef __AVX512F__
-    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#else
-    Bytes b; memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(b, Words);
-#endif
-}
 
 struct Float32 {
     typedef float T;
@@ -175,8 +166,9 @@ INLINE void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
 }
 INLINE float sum(Floats a) { float out[4]; sums(a, Floats{}, Floats{}, Floats{}, out); return out[0]; }
 
-INLINE Floats exponential(Floats x) {  // relative error below 2e-7; 0 below -87
-    Ints tiny = x < -87.0f;
+INLINE Floats exponential(Floats x) {  // relative error below 2e-7; 0 below -87, NaN of NaN
+    Ints tiny = x < -87.0f, number = x == x;
+    Floats given = x;
     x = x > 88.0f ? all(88.0f) : x;
     Floats n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     Ints whole = (Ints)n - 0x4b400000;
@@ -190,7 +182,7 @@ INLINE Floats exponential(Floats x) {  // relative error below 2e-7; 0 below -87
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     Floats scaled = (Floats)((Ints)p + (whole << 23));
-    return tiny ? Floats{} : scaled;
+    return number ? (tiny ? Floats{} : scaled) : given;
 }
 
 INLINE Floats hyperbolic_tangent(Floats x) {
@@ -588,8 +580,9 @@ static void rotated(float* head, const void* cos, const void* sin, int64_t dim, 
     }
 }
 
-// M queries of one key head, each over the keys that it sees -> its place in the output. Lanes are positions modulo 16 and
-// places that a query does not see add nothing, so its result does not depend on the queries beside it.
+// M queries of one key head, each over the keys that it sees -> its place in the output. Lanes are positions modulo 16, and
+// a place that a query does not see adds 0 to its total and nothing to its values (0 times NaN is NaN), so its result does
+// not depend on the queries beside it.
 struct Query {
     const float* head;  // [dim]
     float* out;         // [dim]
@@ -618,9 +611,14 @@ static void attend(const Layer& layer, const Query* queries, const typename A::T
         for (int m = 0; m < M; m++) memcpy(scores + m * stride + j, four[m], sizeof four[m]);
     }
     float by[M];
+    int64_t lowest[M], highest[M], all_from = 0, all_to = n;  // places that every query sees
     for (int m = 0; m < M; m++) {
         float* s = scores + m * stride;
-        const int32_t low = int32_t(queries[m].low - from), high = int32_t(queries[m].high - from);
+        lowest[m] = queries[m].low - from;
+        highest[m] = queries[m].high - from;
+        all_from = most(all_from, lowest[m]);
+        all_to = highest[m] + 1 < all_to ? highest[m] + 1 : all_to;
+        const int32_t low = int32_t(lowest[m]), high = int32_t(highest[m]);
         Floats top = all(-INFINITY);
         for (int64_t j = 0; j < n; j += LANES) {
             Floats v = load(s + j) * scale;
@@ -628,7 +626,7 @@ static void attend(const Layer& layer, const Query* queries, const typename A::T
             Ints place = PLACES + int32_t(j);
             v = (place >= low) & (place <= high) ? v : all(-INFINITY);
             store(s + j, v);
-            top = v > top ? v : top;
+            top = v > top ? v : top;  // passes over NaN, which comes back with the exponentials
         }
         float most_of_all = top[0];
         for (int i = 1; i < LANES; i++) most_of_all = top[i] > most_of_all ? top[i] : most_of_all;
@@ -641,6 +639,7 @@ static void attend(const Layer& layer, const Query* queries, const typename A::T
         by[m] = 1.0f / sum(total);
     }
     const T* held = values + from * dim;
+    auto seen = [&](int m, int64_t j) { return j >= lowest[m] && j <= highest[m]; };
     int64_t i = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES) {
         Floats s[M][4];
@@ -648,28 +647,29 @@ static void attend(const Layer& layer, const Query* queries, const typename A::T
         for (int64_t j = 0; j < n; j++) {
             Floats v[4];
             for (int r = 0; r < 4; r++) v[r] = A::get(held + j * dim + i + r * LANES);
-            for (int m = 0; m < M; m++) for (int r = 0; r < 4; r++) s[m][r] += scores[m * stride + j] * v[r];
+            if (j >= all_from && j < all_to) {
+                for (int m = 0; m < M; m++) for (int r = 0; r < 4; r++) s[m][r] += scores[m * stride + j] * v[r];
+            } else {
+                for (int m = 0; m < M; m++)
+                    if (seen(m, j)) for (int r = 0; r < 4; r++) s[m][r] += scores[m * stride + j] * v[r];
+            }
         }
         for (int m = 0; m < M; m++)
             for (int r = 0; r < 4; r++) store(queries[m].out + i + r * LANES, A::round(s[m][r] * by[m]));
     }
-    for (; i + LANES <= dim; i += LANES)
+    for (; i < dim; i += LANES) {  // the rest, by vectors too: a scalar loop's products and sums may be fused or not, by M
+        const int64_t width = dim - i < LANES ? dim - i : LANES;
         for (int m = 0; m < M; m++) {
             Floats s{};
-            for (int64_t j = 0; j < n; j++) s += scores[m * stride + j] * A::get(held + j * dim + i);
-            store(queries[m].out + i, A::round(s * by[m]));
-        }
-    if (i < dim)  // by vectors too: the compiler may or may not fuse a scalar loop's products and sums, by M
-        for (int m = 0; m < M; m++) {
-            Floats s{};
-            for (int64_t j = 0; j < n; j++) {
+            for (int64_t j = lowest[m]; j <= highest[m]; j++) {
                 T rest[LANES] = {};
-                memcpy(rest, held + j * dim + i, (dim - i) * sizeof rest[0]);
+                memcpy(rest, held + j * dim + i, width * sizeof rest[0]);
                 s += scores[m * stride + j] * A::get(rest);
             }
             s = A::round(s * by[m]);
-            memcpy(queries[m].out + i, &s, (dim - i) * sizeof(float));
+            memcpy(queries[m].out + i, &s, width * sizeof(float));
         }
+    }
 }
 
 template <class A>
@@ -755,7 +755,8 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
         for (const Matrix& matrix : layer.qkv) {
             if (!matrix.weight) continue;
             Inputs in = prepared(own.input, d, n, width, matrix, own.inputs);
-            product<A>(matrix, team, in, n, shared.qkv + offset, q, &matrix < layer.qkv + 2 && (&matrix)[1].weight ? &matrix + 1 : &layer.out);
+            const bool more = &matrix < layer.qkv + 2 && (&matrix)[1].weight;
+            product<A>(matrix, team, in, n, shared.qkv + offset, q, more ? &matrix + 1 : &layer.out);
             offset += matrix.rows;
         }
         BARRIER
@@ -809,9 +810,11 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
         BARRIER
         for (int64_t m = 0; m < n; m++) {
             float* added = shared.projected + m * d;
-            if (layer.after_attention.weight) { normed<A>(layer.after_attention, added, own.input + m * d, width); added = own.input + m * d; }
-            float* rows = own.rows + m * d;
-            add<A>(rows, added, width);
+            if (layer.after_attention.weight) {
+                normed<A>(layer.after_attention, added, own.input + m * d, width);
+                added = own.input + m * d;
+            }
+            add<A>(own.rows + m * d, added, width);
         }
     }
     if (call.part != ATTENTION) {
@@ -839,7 +842,10 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
         float* rows = own.rows + m * d;
         if (call.part != ATTENTION) {
             float* added = shared.projected + m * d;
-            if (layer.after_mlp.weight) { normed<A>(layer.after_mlp, added, own.input + m * d, width); added = own.input + m * d; }
+            if (layer.after_mlp.weight) {
+                normed<A>(layer.after_mlp, added, own.input + m * d, width);
+                added = own.input + m * d;
+            }
             add<A>(rows, added, width);
         }
         narrow<A>(rows, (T*)call.output + m * width, width);
@@ -852,11 +858,11 @@ struct Readout {
     int64_t width, half;
 };
 
-struct Plain {  // matrices of one kind that share their input, results side by side
-    const Matrix* matrices;
+struct Product {  // one matrix times some rows
+    Matrix matrix;
     const void* input;  // [rows, cols]
-    void* output;       // [rows, all rows of the matrices]
-    int64_t count, rows, threads, half;
+    void* output;       // [rows, rows of the matrix]
+    int64_t rows, threads, half;
 };
 
 extern "C" int omp_get_thread_num();
@@ -889,11 +895,9 @@ static int run_layer(const Layer& layer, const Call& call) {
 }
 
 template <class A>
-static int run_plain(const Plain& call) {
-    const int64_t n = call.rows, k = call.matrices[0].cols, stride = padded(k);
-    int64_t total = 0;
-    for (int64_t i = 0; i < call.count; i++) total += call.matrices[i].rows;
-    if (!arena.fit((n * stride + inputs_size(n, stride) + n * total + 8 * LANES) * sizeof(float))) return 1;
+static int run_product(const Product& call) {
+    const int64_t n = call.rows, k = call.matrix.cols, stride = padded(k), total = call.matrix.rows;
+    if (!arena.fit((padded(n * stride) + padded(inputs_size(n, stride)) + n * total) * sizeof(float))) return 1;
     Cutter cutter{(float*)arena.memory};
     float* input = cutter.take(n * stride);
     float* spare = cutter.take(inputs_size(n, stride));
@@ -902,12 +906,8 @@ static int run_plain(const Plain& call) {
         widen<A>((const typename A::T*)call.input + m * k, input + m * stride, k);
         for (int64_t i = k; i < stride; i++) input[m * stride + i] = 0.0f;
     }
-    Inputs in = prepared(input, stride, n, k, call.matrices[0], spare);
-    together(call.threads, [&](const Team& team) {
-        int64_t offset = 0;
-        for (int64_t i = 0; i < call.count; offset += call.matrices[i++].rows)
-            product<A>(call.matrices[i], team, in, n, output + offset, total);
-    });
+    Inputs in = prepared(input, stride, n, k, call.matrix, spare);
+    together(call.threads, [&](const Team& team) { product<A>(call.matrix, team, in, n, output, total); });
     narrow<A>(output, call.output, n * total);
     return 0;
 }
@@ -915,7 +915,7 @@ static int run_plain(const Plain& call) {
 template <class A>
 static int run_readout(const Readout& readout, const void* hidden, float* logits, int64_t n, int64_t threads) {
     const int64_t k = readout.width, stride = padded(k);
-    if (!arena.fit((2 * n * stride + inputs_size(n, stride) + 8 * LANES) * sizeof(float))) return 1;
+    if (!arena.fit((2 * padded(n * stride) + inputs_size(n, stride)) * sizeof(float))) return 1;
     Cutter cutter{(float*)arena.memory};
     float* rows = cutter.take(n * stride);
     float* input = cutter.take(n * stride);
@@ -952,8 +952,8 @@ static void expand(const Matrix& matrix, const Team& team, void* out) {
 extern "C" int viasd_layer(const Layer* layer, const Call* call) {
     return layer->half ? run_layer<BFloat16>(*layer, *call) : run_layer<Float32>(*layer, *call);
 }
-extern "C" int viasd_product(const Plain* call) {
-    return call->half ? run_plain<BFloat16>(*call) : run_plain<Float32>(*call);
+extern "C" int viasd_product(const Product* call) {
+    return call->half ? run_product<BFloat16>(*call) : run_product<Float32>(*call);
 }
 // Hidden states [n, width] -> logits [n, rows] as fp32, rounded to the activations' type.
 extern "C" int viasd_readout(const Readout* readout, const void* hidden, float* logits, int64_t n, int64_t threads) {
@@ -968,4 +968,3 @@ extern "C" int viasd_expand(const Matrix* matrix, void* out, int64_t half, int64
     });
     return 0;
 }
-extern "C" int64_t viasd_interface() { return 1; }

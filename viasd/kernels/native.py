@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from viasd.attention import Step
-from viasd.errors import ViasdError
+from viasd.errors import KernelError
 from viasd.lean import LeanLayer, Norm
 from viasd.products import Matrix, Product
 from viasd.rotary import Rotation
@@ -29,10 +29,6 @@ _KINDS = {"int8": 2, "int4": 3}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 _PARTS = {None: 0, "attention": 1, "mlp": 2}
-
-
-class KernelError(ViasdError):
-    """A kernel had no memory to work in."""
 
 
 class _Matrix(Structure):
@@ -92,12 +88,11 @@ class _Readout(Structure):
     _fields_ = (("head", _Matrix), ("norm", _Norm), ("width", c_int64), ("half", c_int64))
 
 
-class _Plain(Structure):
+class _Product(Structure):
     _fields_ = (
-        ("matrices", POINTER(_Matrix)),
+        ("matrix", _Matrix),
         ("input", c_void_p),
         ("output", c_void_p),
-        ("count", c_int64),
         ("rows", c_int64),
         ("threads", c_int64),
         ("half", c_int64),
@@ -255,7 +250,7 @@ class NativeInt4:
     def __call__(self, rows: Tensor) -> Tensor:
         """See `viasd.products.Product`. Many rows are multiplied with the weights that the codes stand for."""
         if rows.shape[0] <= MOST_TOKENS:
-            return multiplied(rows, [self._matrix], self._library)
+            return multiplied(rows, self._matrix, self._library)
         return torch.nn.functional.linear(rows, self.weights(), self._matrix.bias)
 
     def weights(self) -> Tensor:
@@ -268,20 +263,12 @@ class NativeInt4:
         return out
 
 
-def multiplied(rows: Tensor, matrices: Sequence[Matrix], library: ctypes.CDLL) -> Tensor:
-    """Rows ``[n, k]`` times matrices of k columns, results side by side, ``[n, o]``."""
+def multiplied(rows: Tensor, matrix: Matrix, library: ctypes.CDLL) -> Tensor:
+    """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
     rows = rows.contiguous()
-    out = rows.new_empty(rows.shape[0], sum(matrix.weight.shape[0] for matrix in matrices))
-    described = (_Matrix * len(matrices))(*(_described(matrix) for matrix in matrices))
-    call = _Plain(
-        described,
-        rows.data_ptr(),
-        out.data_ptr(),
-        len(matrices),
-        rows.shape[0],
-        torch.get_num_threads(),
-        _DTYPES[rows.dtype],
-    )
+    out = rows.new_empty(rows.shape[0], matrix.weight.shape[0])
+    threads = torch.get_num_threads()
+    call = _Product(_described(matrix), rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
     _check(library.viasd_product(byref(call)))
     return out
 
