@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from viasd import hub
 from viasd.errors import LoadError, OptionError
+from viasd.forms import LAYERS
 from viasd.gguf_convert import write_known_tokenizer
 from viasd.hardware import quantization_config, require_memory, resolve_device, resolve_dtype
-from viasd.layered import LAYERS
 from viasd.quantized import QUANTIZED, check_quantized
 
 WEIGHTS = ("auto", "hub", "packaged")

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from viasd.errors import HeadsError, OptionError
 from viasd.files import write_atomically
+from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
-from viasd.mask import ModelIdentity
 from viasd.products import Dense, padded
 
 SCHEMA_VERSION = 1

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,43 +19,25 @@ from transformers import AttentionInterface
 
 from viasd.attention import ATTENTION_NAME, Segment, Step, attention
 from viasd.compiled import BACKEND, BUCKETS, Backend, CompiledSteps
+from viasd.decoder import check_layers, find_decoder, layer_types_of
 from viasd.errors import OptionError, UnsupportedModelError
-from viasd.fuse import fuse
-from viasd.kernels import build
-from viasd.kernels.native import NativeInt4, NativeLayer, NativeReadout, layer_obstacle, product_obstacle
+from viasd.forms import ModelProducts, layer_forms
+from viasd.kernels.native import NativeInt4, NativeLayer
 from viasd.kv import SequenceKV
-from viasd.lean import LayerProducts, LeanLayer, Norm, obstacle, untouched
-from viasd.products import Dense, Product, padded
+from viasd.lean import obstacle
+from viasd.readout import Readout
 from viasd.rotary import RotaryTable, Rotation
 
 AttentionInterface.register(ATTENTION_NAME, attention)
 
 _KERNELS = ("auto", "sdpa", "eager")
-LAYERS = ("auto", "hf", "fused", "native")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_GIVEN = {"hidden_states", "attention_mask", "position_embeddings", "position_ids", "cache", "past_key_values"}
 # Rotary embeddings whose frequencies depend on the sequence's length: keys already stored would go stale beyond it.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
-# What families do to their logits after the head.
-_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
-
 # Held while a model's own modules run with our attention: another thread that restored the setting in the middle of it would
 # make them attend over the new keys alone.
 _POINTING = threading.RLock()
-
-
-class ModelProducts(NamedTuple):
-    """Matrix products in place of a model's linear layers.
-
-    Attributes:
-        layers: One set per layer.
-        head: The LM head, None for the model's own.
-    """
-
-    layers: Sequence[LayerProducts]
-    head: Product | None
 
 
 class LayeredModel:
@@ -94,24 +76,25 @@ class LayeredModel:
         self.layers: Sequence[nn.Module] = list(self.decoder.layers)
         self.n_layers = len(self.layers)
         self.config: Any = self.decoder.config
-        self.layer_types = _layer_types(self.name, self.config, self.layers)
+        self.layer_types = layer_types_of(self.name, self.config, self.layers)
         self.embed_scale: Tensor | None = None  # set by the probe where the model's forward scales outside embed_tokens
-        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        self._lean = _lean_layers(self.name, self.layers, layers, weights)
+        self._lean = layer_forms(self.name, self.layers, layers, weights)
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
-        self._check_layers()
+        check_layers(self.name, self.layers)
         attending: list[Any] = [layer.self_attn for layer in self.layers]
         self._attention_configs = list({id(m.config): m.config for m in attending}.values())
         parameters = inspect.signature(self.layers[0].forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self._rotary_takes_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
-        rows = self._head.weight.shape[0] if hasattr(self._head, "weight") else self.config.vocab_size
-        self.vocabulary = min(rows, vocabulary or rows)
-        self._readout = None if layers == "hf" else self._own_readout(weights)
-        self._native_readout = self._readout_by_kernel()
+        self._readout = Readout(model, self.decoder, self._lean[-1], vocabulary, weights, modules=layers == "hf")
         self._rotations = RotaryTable(self._rotary, self.context_length)
         self._compiled: CompiledSteps | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Logit rows."""
+        return self._readout.vocabulary
 
     @property
     def device(self) -> torch.device:
@@ -198,8 +181,7 @@ class LayeredModel:
             else:
                 # The norms are the module's; weights and biases may be held in another form, or laid together.
                 found += [p for name, p in layer.named_parameters() if "norm" in name] + lean.tensors
-        found += list(self.decoder.norm.parameters())
-        found += list(self._head.parameters()) if self._readout is None else self._readout[1].tensors
+        found += self._readout.tensors
         return list({(t.data_ptr(), t.numel()): t for t in found}.values())
 
     @property
@@ -300,27 +282,7 @@ class LayeredModel:
             head: Stands in the LM head's place (`viasd.heads`): normed rows ``[n, d]`` -> ``[n, m]``; the result then has
                 its m columns.
         """
-        if head is not None:
-            norm = self.decoder.norm if self._readout is None else self._readout[0]
-            logits: Tensor = head(norm(hidden[0]))
-        elif self._native_readout is not None and (done := self._native_readout(hidden)) is not None:
-            # What a family does to its logits is rounded as its own forward would round it.
-            changed = any(getattr(self.config, name, None) for name in _LOGIT_CHANGES)
-            logits = done.to(self.dtype) if changed else done
-        elif self._readout is None:
-            logits = self._head(self.decoder.norm(hidden))[0]
-        else:
-            norm, head = self._readout
-            logits = head(padded(norm(hidden[0]), head))[: hidden.shape[1]]
-        logits = logits[:, : self.vocabulary]
-        if getattr(self.config, "logits_scaling", None):
-            logits = logits / self.config.logits_scaling
-        if getattr(self.config, "logit_scale", None):
-            logits = logits * self.config.logit_scale
-        softcap = getattr(self.config, "final_logit_softcapping", None)
-        if softcap:
-            logits = torch.tanh(logits / softcap) * softcap
-        return logits.to(torch.float32, memory_format=torch.contiguous_format)
+        return self._readout(hidden, head)
 
     def head_rows(self, rows: Tensor | None) -> Callable[[Tensor], Tensor]:
         """The LM head cut to some words of the vocabulary: normed rows ``[n, d]`` -> ``[n, m]``, for `readout`.
@@ -328,36 +290,7 @@ class LayeredModel:
         Args:
             rows: Token ids ``[m]``; None takes the whole vocabulary.
         """
-        weight, bias = getattr(self._head, "weight", None), getattr(self._head, "bias", None)
-        plain = type(self._head) is nn.Linear and untouched(self._head)
-        if rows is not None and plain and weight is not None and not weight.is_meta:
-            index = rows.to(weight.device)
-            cut = Dense(weight.detach()[index], None if bias is None else bias.detach()[index])
-            return lambda normed: cut(padded(normed, cut))[: normed.shape[0]]
-        index = torch.arange(self.vocabulary) if rows is None else rows
-        if self._readout is None:
-            return lambda normed: self._head(normed)[:, index.to(normed.device)]
-        whole = self._readout[1]
-        return lambda normed: whole(padded(normed, whole))[: normed.shape[0], index.to(normed.device)]
-
-    def _own_readout(self, weights: ModelProducts | None) -> tuple[Callable[[Tensor], Tensor], Product] | None:
-        """Final norm and LM head without their modules, None where these must run."""
-        replaced = None if weights is None else weights.head
-        plain = type(self._head) is nn.Linear and untouched(self._head)
-        norm: nn.Module = self.decoder.norm
-        if replaced is None and not plain:
-            return None
-        head = replaced or Dense(self._head.weight.detach(), self._head.bias)
-        known = self._lean[-1] is not None and type(norm) is type(self.layers[-1].input_layernorm) and untouched(norm)
-        return (Norm(norm) if known else norm), head
-
-    def _readout_by_kernel(self) -> NativeReadout | None:
-        if self._readout is None or not isinstance(self._lean[-1], NativeLayer):
-            return None
-        norm, head = self._readout
-        if not isinstance(norm, Norm) or product_obstacle(head) or len(head.matrices) != 1:
-            return None
-        return NativeReadout(norm, head, self.vocabulary, build.load())
+        return self._readout.rows(rows)
 
     def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb
@@ -383,88 +316,3 @@ class LayeredModel:
         finally:
             for config, name in zip(self._attention_configs, before, strict=True):
                 config._attn_implementation = name
-
-    def _check_layers(self) -> None:
-        for index, layer in enumerate(self.layers):
-            if not hasattr(layer, "self_attn"):
-                raise UnsupportedModelError(
-                    f"{self.name}: layer {index} ({type(layer).__name__}) has no self-attention whose keys can be rolled "
-                    "back; models with recurrent or convolutional state are not supported"
-                )
-            for name, parameter in inspect.signature(layer.forward).parameters.items():
-                required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-                if required and name not in _GIVEN:
-                    raise UnsupportedModelError(
-                        f"{self.name}: layer {index} needs an input '{name}' that a plain decoder layer does not have; "
-                        "this architecture can't be driven layer by layer"
-                    )
-
-
-def _lean_layers(
-    name: str, layers: Sequence[nn.Module], how: str, weights: ModelProducts | None
-) -> list[LeanLayer | NativeLayer | None]:
-    """Each layer written out, or None where its module has to run."""
-    if how not in LAYERS:
-        raise OptionError(f"layers must be one of {', '.join(LAYERS)}, but got '{how}'")
-    if how == "hf":
-        return [None] * len(layers)
-    reasons = [obstacle(layer) for layer in layers]
-    if how != "auto":
-        _all_can(name, reasons, "fused" if how == "fused" else "run by the CPU kernels")
-    if how == "fused" and weights is None:
-        fuse(layers)
-    products = [None] * len(layers) if weights is None else weights.layers
-    lean = [
-        None if reason else LeanLayer(layer, made)
-        for layer, reason, made in zip(layers, reasons, products, strict=True)
-    ]
-    if how == "fused":
-        return list(lean)
-    reasons = [None if layer is None else layer_obstacle(layer) for layer in lean]
-    if how == "native":
-        if missing := build.why_missing():
-            raise UnsupportedModelError(f"layers='native' needs the CPU kernels, but {missing}; use --layers auto")
-        _all_can(name, reasons, "run by the CPU kernels")
-    elif all(layer is None or reason for layer, reason in zip(lean, reasons, strict=True)) or build.why_missing():
-        return list(lean)
-    library = build.load()
-    return [
-        layer if layer is None or reason else NativeLayer(layer, library)
-        for layer, reason in zip(lean, reasons, strict=True)
-    ]
-
-
-def _all_can(name: str, reasons: Sequence[str | None], what: str) -> None:
-    for index, reason in enumerate(reasons):
-        if reason:
-            raise UnsupportedModelError(f"{name}: layer {index} can't be {what}: {reason}; use --layers auto")
-
-
-def find_decoder(model: nn.Module) -> Any:
-    """The module with ``embed_tokens, layers, norm, rotary_emb``: the text decoder, also inside a multimodal wrapper.
-
-    Raises:
-        UnsupportedModelError: If there is none.
-    """
-    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    seen: Any = getattr(model, "model", None)
-    for candidate in (seen, getattr(seen, "language_model", None), getattr(model, "language_model", None)):
-        if candidate is not None and all(hasattr(candidate, part) for part in parts):
-            return candidate
-    missing = ", ".join(p for p in parts if not hasattr(seen, p)) if seen is not None else "a decoder named 'model'"
-    kind = getattr(getattr(model, "config", None), "model_type", "unknown")
-    raise UnsupportedModelError(
-        f"{type(model).__name__} (model type '{kind}') has another shape than expected: it lacks {missing}; "
-        "supported are decoders of the Llama kind (Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, OLMo2, SmolLM3)"
-    )
-
-
-def _layer_types(name: str, config: Any, layers: Sequence[nn.Module]) -> list[str]:
-    types = list(getattr(config, "layer_types", None) or ["full_attention"] * len(layers))
-    for index, kind in enumerate(types[: len(layers)]):
-        if kind not in _LAYER_TYPES:
-            raise UnsupportedModelError(
-                f"{name}: layer {index} is of type '{kind}', whose state can't be rolled back here; "
-                f"supported are {' and '.join(sorted(_LAYER_TYPES))}"
-            )
-    return types

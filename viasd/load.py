@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from viasd.decoder import find_decoder
 from viasd.errors import OptionError
 from viasd.fuse import fuse
 from viasd.kernels import build
-from viasd.layered import find_decoder
 from viasd.loading import LoadConfig, load_pair_models
 from viasd.pair import Pair, make_pair
 from viasd.pairs import DEFAULT_PAIR, parse_pair

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from viasd.decoder import find_decoder
 from viasd.errors import LoadError, OptionError, UnsupportedModelError
+from viasd.forms import ModelProducts
 from viasd.kernels import build
 from viasd.kernels.native import NativeInt4
-from viasd.layered import ModelProducts, find_decoder
 from viasd.lean import LayerProducts, linear_groups, obstacle
 from viasd.products import Matrix, Product, dense
 

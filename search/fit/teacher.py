@@ -19,8 +19,8 @@ from torch import Tensor
 from viasd.attention import Segment
 from viasd.errors import FitError
 from viasd.files import make_folder, write_atomically
+from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
-from viasd.mask import ModelIdentity
 from viasd.search.fit.corpus import Batch, Corpus
 
 TOP = 32

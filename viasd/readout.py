@@ -1,0 +1,109 @@
+"""From the hidden states after the last layer to logits: final norm, LM head, and what a family does to its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from viasd.forms import ModelProducts
+from viasd.kernels import build
+from viasd.kernels.native import NativeLayer, NativeReadout, product_obstacle
+from viasd.lean import LeanLayer, Norm, untouched
+from viasd.products import Dense, Product, padded
+
+# What families do to their logits after the head.
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+
+
+class Readout:
+    """The readout of one model.
+
+    Args:
+        model: The causal LM.
+        decoder: Its decoder.
+        last: The form in which its last layer runs; the norm is written out, and kernels are used, where they are there.
+        vocabulary: Logit rows that stand for real tokens; None keeps all.
+        weights: See `viasd.layered.LayeredModel`.
+        modules: Whether norm and head run through their modules whatever they are.
+
+    Attributes:
+        vocabulary: Logit rows.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        decoder: Any,
+        last: LeanLayer | NativeLayer | None,
+        vocabulary: int | None,
+        weights: ModelProducts | None,
+        *,
+        modules: bool,
+    ) -> None:
+        self._config: Any = decoder.config
+        self._dtype: torch.dtype = decoder.embed_tokens.weight.dtype
+        self._norm_module: nn.Module = decoder.norm
+        self._head_module: Any = model.get_output_embeddings()
+        rows = self._head_module.weight.shape[0] if hasattr(self._head_module, "weight") else self._config.vocab_size
+        self.vocabulary: int = min(rows, vocabulary or rows)
+        self._plain = type(self._head_module) is nn.Linear and untouched(self._head_module)
+        self._norm: Callable[[Tensor], Tensor] = self._norm_module
+        self._head: Product | None = None  # None: the module runs
+        replaced = None if weights is None else weights.head
+        if not modules and (replaced is not None or self._plain):
+            self._head = replaced or Dense(self._head_module.weight.detach(), self._head_module.bias)
+            known = type(self._norm_module) is type(decoder.layers[-1].input_layernorm) and untouched(self._norm_module)
+            if last is not None and known:
+                self._norm = Norm(self._norm_module)
+        self._native = self._by_kernel() if isinstance(last, NativeLayer) else None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it reads."""
+        head = self._head_module.parameters() if self._head is None else self._head.tensors
+        return [*self._norm_module.parameters(), *head]
+
+    def __call__(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """See `viasd.layered.LayeredModel.readout`."""
+        logits = self._logits(hidden) if head is None else head(self._norm(hidden[0]))
+        logits = logits[:, : self.vocabulary]
+        if getattr(self._config, "logits_scaling", None):
+            logits = logits / self._config.logits_scaling
+        if getattr(self._config, "logit_scale", None):
+            logits = logits * self._config.logit_scale
+        softcap = getattr(self._config, "final_logit_softcapping", None)
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits.to(torch.float32, memory_format=torch.contiguous_format)
+
+    def rows(self, rows: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """See `viasd.layered.LayeredModel.head_rows`."""
+        weight, bias = getattr(self._head_module, "weight", None), getattr(self._head_module, "bias", None)
+        if rows is not None and self._plain and weight is not None and not weight.is_meta:
+            index = rows.to(weight.device)
+            cut = Dense(weight.detach()[index], None if bias is None else bias.detach()[index])
+            return lambda normed: cut(padded(normed, cut))[: normed.shape[0]]
+        index = torch.arange(self.vocabulary) if rows is None else rows
+        whole = self._head
+        if whole is None:
+            return lambda normed: self._head_module(normed)[:, index.to(normed.device)]
+        return lambda normed: whole(padded(normed, whole))[: normed.shape[0], index.to(normed.device)]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self._native is not None and (done := self._native(hidden)) is not None:
+            # What a family does to its logits is rounded as its own forward would round it.
+            changed = any(getattr(self._config, name, None) for name in _LOGIT_CHANGES)
+            return done.to(self._dtype) if changed else done
+        if self._head is None:
+            logits: Tensor = self._head_module(self._norm(hidden))[0]
+            return logits
+        return self._head(padded(self._norm(hidden[0]), self._head))[: hidden.shape[1]]
+
+    def _by_kernel(self) -> NativeReadout | None:
+        norm, head = self._norm, self._head
+        if head is None or not isinstance(norm, Norm) or product_obstacle(head) or len(head.matrices) != 1:
+            return None
+        return NativeReadout(norm, head, self.vocabulary, build.load())
