@@ -55,9 +55,9 @@ class Readout:
         replaced = None if weights is None else weights.head
         if not modules and (replaced is not None or self._plain):
             self._head = replaced or Dense(self._head_module.weight.detach(), self._head_module.bias)
-            known = type(self._norm_module) is type(decoder.layers[-1].input_layernorm) and untouched(self._norm_module)
-            if last is not None and known:
-                self._norm = Norm(self._norm_module)
+            norm = self._norm_module
+            if last is not None and type(norm) is type(decoder.layers[-1].input_layernorm) and untouched(norm):
+                self._norm = Norm(norm)
         self._native = self._by_kernel() if isinstance(last, NativeLayer) else None
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from viasd.errors import TokenizerMismatchError
@@ -24,6 +26,12 @@ def vocabulary_size(tokenizer: Any, rows: int) -> int:
     if not ids:
         raise TokenizerMismatchError("the tokenizer has an empty vocabulary; check the checkpoint's tokenizer files")
     return min(rows, max(ids) + 1)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Hash of what each token id stands for."""
+    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
 
 
 def common_vocabulary(drafter_tokenizer: Any, target_tokenizer: Any, drafter_rows: int, target_rows: int) -> int:

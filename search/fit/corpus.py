@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from viasd.errors import FitError
 from viasd.files import write_atomically
+from viasd.vocab import fingerprint
 
 FORMAT = "viasd-corpus"
 FORMAT_VERSION = 1
@@ -28,7 +29,8 @@ HELD_OUT = 0.05
 #: Fewer conversations than this leave nothing worth the name to judge on.
 MIN_CONVERSATIONS = 20
 _ARRAYS = ("tokens", "start", "answer", "temperature")
-_FINGERPRINT = "tokenizer"
+#: Key of the provenance: fingerprint of the tokenizer.
+TOKENIZER = "tokenizer"
 _SAMPLED = 16  # conversations read back to see whether a corpus without a fingerprint is of this tokenizer
 _ALIKE = 0.7
 
@@ -211,12 +213,6 @@ def load_corpus(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     return corpus
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what each token id stands for."""
-    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
-
-
 def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with np.load(path) as data:
         arrays = {
@@ -238,7 +234,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _check_tokenizer(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     advice = "give the target that wrote it, or let viasd-fit corpus write one for this target"
-    said, own = corpus.provenance.get(_FINGERPRINT), fingerprint(tokenizer)
+    said, own = corpus.provenance.get(TOKENIZER), fingerprint(tokenizer)
     if said is not None and said != own:
         raise FitError(
             f"corpus '{path}' was written with another tokenizer than the target's (fingerprint {said}, expected {own}); "

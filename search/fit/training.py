@@ -136,7 +136,7 @@ def train(
         while step < config.steps:
             state = torch.get_rng_state()
             value, figures = loss(step)
-            _check_finite(float(value), "loss", step, path)
+            _check_finite(float(value.detach()), "loss", step, path)
             if time.perf_counter() - saved >= config.save_every:
                 _save(path, identity, module, optimizer, step, spent + time.perf_counter() - begun, state, seen)
                 saved = time.perf_counter()
@@ -148,7 +148,7 @@ def train(
                 group["lr"] = config.rate(step)
             optimizer.step()
             step += 1
-            seen.add({**figures, "loss": float(value)})
+            seen.add({**figures, "loss": float(value.detach())})
             elapsed = time.perf_counter() - begun
             tell(_state(step, config, seen, spent + elapsed))
             if interrupted.is_set() or (config.minutes is not None and elapsed >= 60 * config.minutes):
