@@ -118,13 +118,13 @@ class LightHeads:
             )
         if self.target is None:
             return None
-        own = ModelIdentity.of(model, model_id)
-        if own.config != self.target.config:
+        difference = self.target.difference(model)
+        if difference == "architecture":
             raise HeadsError(
                 f"{self.name} was trained for {self.target.id}, whose architecture differs from {model_id}'s; "
                 "use heads made for this target"
             )
-        if own.weights != self.target.weights:
+        if difference is not None:
             return (
                 f"{self.name} was trained on {self.target.id}; the weights of {model_id} are others, so it may be right "
                 "less often (what is verified stays exact)"

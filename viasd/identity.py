@@ -50,3 +50,10 @@ class ModelIdentity:
             digest.update(weight.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
         text = json.dumps(shape, sort_keys=True, default=str)
         return cls(model_id, hashlib.sha256(text.encode()).hexdigest()[:16], digest.hexdigest()[:16])
+
+    def difference(self, model: LayeredModel) -> str | None:
+        """What of a loaded model is not as it was: ``architecture``, ``weights``, or None for nothing."""
+        found = ModelIdentity.of(model, self.id)
+        if found.config != self.config:
+            return "architecture"
+        return "weights" if found.weights != self.weights else None

@@ -133,13 +133,13 @@ class LayerMask:
             self.stitches.check(model, model_id)
         if self.target is None:
             return None
-        found = ModelIdentity.of(model, model_id)
-        if found.config != self.target.config:
+        difference = self.target.difference(model)
+        if difference == "architecture":
             raise MaskError(
                 f"mask '{self.name}' was made for {self.target.id}, whose architecture differs from {model_id}'s "
                 "though the layer count is the same; use a mask made for this target"
             )
-        if found.weights != self.target.weights:
+        if difference is not None:
             return (
                 f"mask '{self.name}' was searched on {self.target.id}; the weights of {model_id} are others, "
                 "so its cost and guard figures may not hold"

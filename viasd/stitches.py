@@ -167,11 +167,10 @@ class Stitches:
         Raises:
             MaskError: If they were fitted to another one: unlike a mask they can't be of use there.
         """
-        found = ModelIdentity.of(model, model_id)
-        if (found.config, found.weights) != (self.target.config, self.target.weights):
-            what = "layers" if found.config != self.target.config else "weights"
+        if (difference := self.target.difference(model)) is not None:
+            other = "another architecture" if difference == "architecture" else "other weights"
             raise MaskError(
-                f"the stitches {self.file or ''} were fitted to {self.target.id}, whose {what} are not those of {model_id}; "
+                f"the stitches {self.file or ''} were fitted to {other} than {model_id}'s, those of {self.target.id}; "
                 "fit them anew for this target, or use the mask without them"
             )
 

@@ -90,6 +90,7 @@ def fit(pair: Pair, args: argparse.Namespace, screen: Screen) -> tuple[LightHead
     from viasd.mask import ModelIdentity
     from viasd.search.fit.corpus import load_corpus
     from viasd.search.fit.headtraining import HeadStack, examine, shortlist_of
+    from viasd.search.fit.progress import FitProgress
     from viasd.search.fit.training import TrainingConfig, train
 
     model = pair.target
@@ -110,7 +111,7 @@ def fit(pair: Pair, args: argparse.Namespace, screen: Screen) -> tuple[LightHead
     batches = corpus.batches(learn, budget, seed=seed, max_length=limit)
     config = TrainingConfig(
         steps=args.steps or len(batches),
-        lr=args.lr or LEARNING_RATE,
+        lr=LEARNING_RATE if args.lr is None else args.lr,
         weight_decay=0.0,  # T starts at the identity, and 0 is no better a place to be drawn to
         seed=seed,
         minutes=args.minutes,
@@ -126,7 +127,8 @@ def fit(pair: Pair, args: argparse.Namespace, screen: Screen) -> tuple[LightHead
         kl, probe = stack(lesson)
         return kl.sum() + probe.sum(), {f"KL {e}": v for e, v in zip(exits, kl.tolist(), strict=True)}
 
-    training = train(stack, loss, config, folder, digest, _teller(screen))
+    with FitProgress(screen) as progress:
+        training = train(stack, loss, config, folder, digest, progress.training)
     if training.ended == "interrupted":
         return None, training
     examined = examine(stack, _some(corpus, held, budget, limit))
@@ -182,18 +184,3 @@ def _check(args: argparse.Namespace) -> None:
             raise OptionError(f"--{name} must be at least {least}, but got {value}")
     if args.quantization is not None:
         raise OptionError("--quantization: heads are trained on the weights as they are; leave it out")
-
-
-def _teller(screen: Screen) -> Any:
-    """Says now and then how far the training got."""
-    shown = [0.0]
-
-    def tell(training: Training) -> None:
-        if training.step == 1 or training.seconds - shown[0] >= 15 or training.step == training.of:
-            shown[0] = training.seconds
-            figures = ", ".join(f"{name} {value:.3f}" for name, value in training.metrics.items())
-            screen.note(
-                f"step {training.step} of {training.of}, {training.seconds:.0f} s: loss {training.loss:.3f} ({figures})"
-            )
-
-    return tell

@@ -9,6 +9,7 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from viasd.runtime.display import Screen
+from viasd.search.fit.training import Training
 
 _LINE_SECONDS = 10.0
 
@@ -52,3 +53,7 @@ class FitProgress:
         elif time.monotonic() - self._told >= _LINE_SECONDS or done == of:
             self._told = time.monotonic()
             self._screen.say(f"{stage}: {done} of {of}" + (f"; {said}" if said else ""))
+
+    def training(self, training: Training) -> None:
+        """Shows how far a training is; see `viasd.search.fit.training.train`."""
+        self.tell("training", training.step, training.of, {"loss": training.loss, **training.metrics})

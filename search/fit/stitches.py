@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.markup import escape
 
 from viasd.errors import OptionError
 from viasd.runtime.command import INTERRUPTED, check_writable, complain
@@ -22,7 +18,6 @@ if TYPE_CHECKING:
     from viasd.search.fit.stitching import StitchConfig
 
 _NAME = "viasd-fit stitches"
-_TELL_SECONDS = 15.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         from viasd.mask import LayerMask
         from viasd.search.fit.corpus import load_corpus
         from viasd.search.fit.judging import exam_of, judged
+        from viasd.search.fit.progress import FitProgress
         from viasd.search.fit.stitching import stitch_mask
         from viasd.shipped import resolve_mask
 
@@ -88,15 +84,15 @@ def run(args: argparse.Namespace) -> int:
         corpus = load_corpus(args.corpus, pair.tokenizer)
         halves = exam_of(corpus, config, pair.target.context_length)
         work = None if args.work is None else Path(args.work)
-        with _working(screen) as say:
-            made = stitch_mask(pair, mask, corpus, config, work, say)
+        with FitProgress(screen) as progress:
+            made = stitch_mask(pair, mask, corpus, config, work, progress.tell)
             if made.training is not None and made.training.ended == "interrupted":
                 done = made.training
                 complain(
                     _NAME, f"interrupted after {done.step} of {done.of} steps; the same command goes on from there"
                 )
                 return INTERRUPTED
-            say("judging on conversations kept back")
+            progress.tell("judging on conversations kept back", 0, 1, {})
             best = replace(judged(pair, mask, corpus, halves, config.gamma, made), name=Path(args.output).stem)
         best.save(args.output)
         best = LayerMask.load(args.output)  # as it can be used from now on
@@ -113,23 +109,6 @@ def run(args: argparse.Namespace) -> int:
         screen.out.file.write(clean("\n".join(lines)) + "\n")
     screen.note(f"written to {args.output}; viasd-run --mask {args.output} --tiers 3 uses it")
     return 0
-
-
-@contextlib.contextmanager
-def _working(screen: Screen) -> Iterator[Callable[[str], None]]:
-    """Shows what is being done: on a terminal as one line that changes, else as a line now and then."""
-    if screen.err.is_terminal and not screen.quiet:
-        with screen.err.status("") as status:
-            yield lambda line: status.update(escape(line))
-        return
-    told = [-_TELL_SECONDS]
-
-    def tell(line: str) -> None:
-        if time.monotonic() - told[0] >= _TELL_SECONDS:
-            told[0] = time.monotonic()
-            screen.note(line)
-
-    yield tell
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -29,7 +29,8 @@ TOKENS = 50_000
 EXAM_TOKENS = 8192
 _CLOSED = "closed.safetensors"
 
-Tell = Callable[[str], None]
+#: Receives a stage, what is done of it, all of it, and figures to show.
+Tell = Callable[[str, int, int, Mapping[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def stitch_mask(
     corpus: Corpus,
     config: StitchConfig,
     work: Path | None = None,
-    tell: Tell = lambda line: None,
+    tell: Tell = lambda stage, done, of, figures: None,
 ) -> Stitched:
     """Fits a mask's stitches on the conversations of a corpus that are for learning.
 
@@ -113,7 +114,7 @@ def stitch_mask(
         corpus: Text of the target's own.
         config: How.
         work: Folder for what is kept; None is one in the cache folder.
-        tell: Receives a line now and then.
+        tell: Told how far it is.
 
     Raises:
         FitError: If the corpus is too small, or does not determine the maps, or the training fails.
@@ -145,7 +146,7 @@ def stitch_mask(
     if closed is None:
 
         def progress(done: int, of: int) -> None:
-            tell(f"closed form: layer {done} of {of}")
+            tell("closed form, layers", done, of, {})
 
         maps, fits = fit_stitches(
             pair.target, route, text, block=block, ridge=config.ridge, rank=config.rank, tell=progress
@@ -166,7 +167,7 @@ def stitch_mask(
     batches = [rows for rows in map(_passages, made) if rows]
 
     def shown(training: Training) -> None:
-        tell(f"step {training.step} of {training.of}, {training.seconds:.0f} s: KL {training.loss:.4f}")
+        tell("fine-tuning", training.step, training.of, {"KL": training.loss})
 
     identity = _digest({**said, "tune": [config.adapters, config.batch, config.seed]})
     with _frozen(pair.target):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import save_target
 
 import viasd
 import viasd.load
@@ -18,7 +19,6 @@ import viasd.search.cli as cli
 from viasd.errors import WeightsError
 from viasd.runtime import figures
 from viasd.search.scorer import Scorer
-from viasd.testing import byte_tokenizer, tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
 FEW = ("--skip", "0.4", "--trials", "6", "--controls", "4", "--tau", "48", "--device", "cpu")
@@ -26,10 +26,7 @@ FEW = ("--skip", "0.4", "--trials", "6", "--controls", "4", "--tau", "48", "--de
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("target") / "tiny-target"
-    tiny_model().save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return str(path)
+    return save_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True)

@@ -5,22 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import save_target
 
 import viasd
 import viasd.search.cli as cli
 from viasd.loading import LoadConfig
 from viasd.mask import LayerMask
-from viasd.testing import byte_tokenizer, tiny_model
 
 BASE = ("--skip", "0.4", "--trials", "6", "--controls", "2", "--device", "cpu", "--dtype", "float32", "--gamma", "3")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("target") / "tiny-target"
-    tiny_model().save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return str(path)
+    return save_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,3 +121,11 @@ def watch_writes(monkeypatch: Any, seen: Any) -> None:
 
     monkeypatch.setattr(SequenceKV, "write", watched_write)
     monkeypatch.setattr(SequenceKV, "room", watched_room)
+
+
+def save_target(folder: Path) -> str:
+    """The tiny Llama with the byte tokenizer, as a folder that commands take; returns its path."""
+    path = folder / "tiny-target"
+    tiny_model().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)

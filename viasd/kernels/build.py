@@ -31,8 +31,8 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtt
 _FUNCTIONS = ("viasd_layer", "viasd_product", "viasd_readout", "viasd_expand")
 _TIMEOUT = 300  # seconds; compiling takes four
 _LOCK = threading.Lock()
-# By cache folder: the library, or why there is none. Asked once a process, because a failure takes the compiler's time too.
-_FOUND: dict[Path, ctypes.CDLL | KernelError] = {}
+# The library, or why there is none: asked once a process, because a failure takes the compiler's time too.
+_found: ctypes.CDLL | KernelError | None = None
 
 Say = Callable[[str], None]
 
@@ -46,17 +46,16 @@ def load(say: Say = lambda line: None) -> ctypes.CDLL:
     Raises:
         KernelError: If there is no compiler, it fails, or this is no Linux.
     """
-    folder = cache_folder()
+    global _found
     with _LOCK:
-        if folder not in _FOUND:
+        if _found is None:
             try:
-                _FOUND[folder] = _made(folder / "kernels", say)
+                _found = _made(cache_folder() / "kernels", say)
             except KernelError as error:
-                _FOUND[folder] = error
-        found = _FOUND[folder]
-    if isinstance(found, KernelError):
-        raise found
-    return found
+                _found = error
+    if isinstance(_found, KernelError):
+        raise _found
+    return _found
 
 
 def why_missing(say: Say = lambda line: None) -> str | None:

@@ -16,10 +16,10 @@ import torch
 from viasd.estimator import LogisticEstimator, logit_of_max
 from viasd.heads import LightHeads
 from viasd.probe import load_layered
-from viasd.search.fit import heads as command
 from viasd.search.fit.cli import main
 from viasd.search.fit.corpus import Corpus
 from viasd.search.fit.headtraining import HeadStack, examine, shortlist_of
+from viasd.search.fit.progress import FitProgress
 from viasd.testing import byte_tokenizer, redundant_model, tiny_model
 
 
@@ -211,15 +211,12 @@ def test_an_interrupted_training_goes_on_and_ends_in_the_same_heads(
     assert main(arguments(whole, checkpoint, *options)) == 0
     told: list[int] = []
 
-    def teller(screen: Any) -> Any:
-        def tell(training: Any) -> None:
-            told.append(training.step)
-            if len(told) == 4:
-                os.kill(os.getpid(), signal.SIGINT)
+    def tell(self: FitProgress, training: Any) -> None:
+        told.append(training.step)
+        if len(told) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
 
-        return tell
-
-    monkeypatch.setattr(command, "_teller", teller)
+    monkeypatch.setattr(FitProgress, "training", tell)
     assert main(arguments(tmp_path, checkpoint, *options)) == 130
     assert "interrupted after 4 of 10 steps" in capsys.readouterr().err
     assert not (tmp_path / "h.safetensors").exists()
@@ -238,6 +235,7 @@ def test_an_interrupted_training_goes_on_and_ends_in_the_same_heads(
         (("--shortlist", "1"), "--shortlist"),
         (("--steps", "0"), "--steps"),
         (("--batch", "3"), "--batch"),
+        (("--lr", "0"), "learning rate"),
         (("--lr", "-1"), "learning rate"),
         (("--minutes", "0"), "minutes"),
         (("--quantization", "int8"), "--quantization"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import save_target
 
 import viasd
 import viasd.load
@@ -16,7 +17,7 @@ import viasd.search.cli as search_cli
 import viasd.search.fit.cli as cli
 from viasd.loading import LoadConfig
 from viasd.mask import LayerMask
-from viasd.testing import byte_tokenizer, tiny_model
+from viasd.testing import byte_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
 WORDS = ("hello ", "world ", "again ", "and ", "one two ", "three, ")
@@ -27,8 +28,7 @@ FEW = ("--tokens", "400", "--exam", "300", "--gamma", "3", "--device", "cpu", "-
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a mask of it, and conversations."""
     path = tmp_path_factory.mktemp("stitching")
-    tiny_model().save_pretrained(path / "tiny-target")
-    byte_tokenizer().save_pretrained(path / "tiny-target")
+    save_target(path)
     LayerMask((True, True, False, True, False, False, True, True), "m").save(path / "m.json")
     write_corpus(path / "corpus.npz", 300)
     return path
