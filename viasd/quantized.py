@@ -5,10 +5,10 @@ the same quantised weights. *Lossless* is therefore relative to the quantised ta
 unquantised one.
 
 Int8 has one scale per output row; int4 has a scale and an offset per 32 weights of a row, and takes over the codes of a
-GGUF file's Q4_1 weights as they are, with no second quantisation. Both products give each row the same result however many
-rows travel together (found bit for bit on AVX512, in fp32 and bf16); attention over bf16 keys does not, here as without
-them. The embedding table stays as it is, and so does an LM head that shares it: its memory is needed anyway, and in bf16
-its product is faster than the int8 one.
+GGUF file's Q4_1 weights as they are, with no second quantisation. With our kernels (passes of at most 32 tokens) a row's
+result does not depend on how many travel together, and nor does attention; with torch's products that was found too, but
+not for attention over bf16 keys. The embedding table stays as it is, and so does an LM head that shares it, because its
+memory is needed anyway.
 """
 
 from __future__ import annotations

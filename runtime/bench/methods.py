@@ -152,6 +152,7 @@ def clock(device: torch.device) -> float:
 
 
 def mask_hash(mask: LayerMask) -> str:
-    """Short hash of the layers a mask keeps, and of the head it ends in."""
-    key = (mask.keep, mask.partial) if mask.head is None else (mask.keep, mask.partial, mask.head.key)
-    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    """Short hash of the layers a mask keeps, of the head it ends in and of its stitches."""
+    ends = [] if mask.head is None else [mask.head.key]
+    stitches = [] if mask.stitches is None else [mask.stitches.sha256]
+    return hashlib.sha256(repr((mask.keep, mask.partial, *ends, *stitches)).encode()).hexdigest()[:16]
