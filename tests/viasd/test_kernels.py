@@ -6,15 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from viasd.attention import Segment
+from viasd.attention import Segment, visible
 from viasd.errors import UnsupportedModelError
 from viasd.kernels import build
 from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, multiplied
 from viasd.layered import LayeredModel
+from viasd.lean import LayerProducts, LeanLayer, linear_groups
 from viasd.mask import LayerMask
 from viasd.pair import make_pair
 from viasd.probe import load_layered
@@ -26,8 +28,26 @@ from viasd.testing import byte_tokenizer, tiny_model
 needs_kernels = pytest.mark.skipif(build.why_missing() is not None, reason=f"no kernels: {build.why_missing()}")
 NATIVE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 IDS = [(7 + 13 * i) % 300 for i in range(70)]
-# Widths that fill tiles, vectors, and neither.
-SHAPES = ({}, {"hidden_size": 40, "intermediate_size": 72}, {"num_attention_heads": 2, "num_key_value_heads": 1})
+# Widths that fill tiles, vectors, and neither; heads of 64 values, of more and of fewer.
+SHAPES = (
+    {},
+    {"hidden_size": 40, "intermediate_size": 72},
+    {"hidden_size": 48, "head_dim": 64, "num_attention_heads": 6},
+    {"head_dim": 80, "num_key_value_heads": 1},
+)
+
+
+def model_of(family: str, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Any:
+    """A tiny model whose norms all differ, as those of a trained one do."""
+    if family in ("gemma2",):
+        shape = {"attn_logit_softcapping": 0.5, **shape}
+    model = tiny_model(family, dtype=dtype, num_hidden_layers=4, **shape)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(0.4 * torch.randn(weight.shape, generator=generator).to(dtype))
+    return model
 
 
 @pytest.fixture
@@ -65,7 +85,7 @@ def rows(model: LayeredModel, pieces: list[int], layers=None, parts=None) -> tor
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", NATIVE)
 def test_logits_are_those_of_the_models_own_forward(family: str, shape: dict[str, int]) -> None:
-    hf = tiny_model(family, **shape)
+    hf = model_of(family, **shape)
     model = load_layered(hf, layers="native")
     assert model.form == "native"
     with torch.inference_mode():
@@ -80,12 +100,60 @@ def test_logits_are_those_of_the_models_own_forward(family: str, shape: dict[str
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_row_is_the_same_bits_whatever_travels_with_it(family, shape, dtype, threads) -> None:
-    model = load_layered(tiny_model(family, dtype=dtype, **shape), layers="native")
+    model = load_layered(model_of(family, dtype=dtype, **shape), layers="native")
     alone = rows(model, [1] * len(IDS))
     for count in (1, 2, 3):
         threads(count)
         for pieces in ([10, 1, 5, MOST_TOKENS, 7, 2, 3, 10], [20, 17, 3, 30]):
             assert torch.equal(rows(model, pieces), alone), (count, pieces)
+
+
+class Exact:
+    """A product summed in fp64 and rounded once: what every order of summing comes near to."""
+
+    least_rows, tensors, matrices = 1, (), ()
+
+    def __init__(self, modules: list[Any]) -> None:
+        self.modules = modules
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for module in self.modules:
+            out = rows.double() @ module.weight.double().t()
+            parts.append(out if module.bias is None else out + module.bias.double())
+        return torch.cat(parts, dim=-1).to(rows.dtype)
+
+
+class ExactPass:
+    """Attention of a sequence from its beginning, likewise."""
+
+    def attended(self, _: int, query, keys, values, scale, window, softcap) -> torch.Tensor:
+        n, groups = query.shape[2], query.shape[1] // keys.shape[0]
+        keys, values = (t.double().repeat_interleave(groups, dim=0) for t in (keys, values))
+        scores = query[0].double() @ keys.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        places = torch.arange(n)
+        scores = scores.masked_fill(~visible(places[:, None], places[None], window), -torch.inf)
+        return (scores.softmax(dim=-1) @ values).to(query.dtype).transpose(0, 1)[None]
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", NATIVE)
+def test_values_are_rounded_where_transformers_rounds_them(family: str) -> None:
+    hf = model_of(family, dtype=torch.bfloat16, head_dim=64)
+    model = load_layered(hf, layers="native")
+    alike = []
+    with torch.inference_mode():
+        for index, layer in enumerate(hf.model.layers):
+            step = model.step([Segment(model.new_kv(), 0, 20)])
+            hidden = model.embed(IDS[:20])
+            out, _ = model.run(hidden, (index,), step)
+            exact = LeanLayer(layer, LayerProducts(*(Exact(group) for group in linear_groups(layer))))
+            rotation = model._rotations.rotation(step, model.layer_types[index], hidden.device)
+            alike.append((out == exact(hidden, rotation, ExactPass())).float().mean())
+    # Sums in fp32 round otherwise now and then; a rounding left out or added changes far more.
+    assert torch.stack(alike).mean() > 0.99, f"{family} {torch.stack(alike).mean()}"
 
 
 @needs_kernels
