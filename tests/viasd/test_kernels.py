@@ -174,7 +174,7 @@ def test_sequences_packed_into_one_pass_are_as_alone() -> None:
 @needs_kernels
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_token_that_is_no_number_spoils_itself_and_what_follows_but_nothing_before(family: str) -> None:
-    model = load_layered(tiny_model(family), layers="native")
+    model = load_layered(tiny_model(family, head_dim=64), layers="native")
     with torch.inference_mode():
         hidden = model.embed(IDS[:9])
         hidden[0, 5] = torch.nan
