@@ -18,6 +18,8 @@ from viasd.kv import SequenceKV
 from viasd.runtime.display import status_line
 from viasd.runtime.exits import CalibratedExits, FixedExits
 from viasd.runtime.metrics import Counters
+from viasd.runtime.target import TieredTarget
+from viasd.runtime.wave import LayerWave
 from viasd.testing import FAMILIES, redundant_model, tiny_model
 
 N = 40  # with the prompt of 24: eight windows of 8
@@ -204,6 +206,36 @@ def test_no_layer_runs_a_position_twice_within_a_cycle(monkeypatch: pytest.Monke
     assert len(ran) == len(set(ran)) == 8 * (len(prompt_ids()) + N - 1)
 
 
+@torch.inference_mode()
+def test_watermarks_of_a_cycle_are_what_it_ran_and_of_the_next_what_was_committed() -> None:
+    pair, ids = pair_of("gemma2"), prompt_ids()
+    target = TieredTarget(pair.target, None, Counters())
+    target.prefill(ids[:-1])
+    wave = LayerWave(target, LightHeads.lens((1, 3)).bind(pair.target))
+
+    def cycle(tokens: list[int], guesses: list[int]) -> torch.Tensor:
+        wave.begin(tokens)
+        assert target.kv.full_len == target.kv.slim_len == len(tokens) - 1
+        for token in [tokens[-1], *guesses][:-1]:
+            wave.enter(token)
+            wave.climb(exits=True)
+            wave.wait()
+        wave.enter(guesses[-1])
+        while wave.climb(exits=False) < wave.layers:
+            pass
+        logits = wave.top()
+        assert target.kv.full_len == target.kv.slim_len == len(tokens) + len(guesses)
+        return logits
+
+    def alone(tokens: list[int]) -> torch.Tensor:
+        return model_of("gemma2")(torch.tensor([tokens])).logits[0]
+
+    torch.testing.assert_close(cycle(ids, [5, 6, 7]), alone([*ids, 5, 6, 7])[-4:], rtol=1e-4, atol=1e-4)
+    # The second guess was refused: what was run beyond it counts for nothing.
+    committed = [*ids, 5, 9]
+    torch.testing.assert_close(cycle(committed, [8]), alone([*committed, 8])[-2:], rtol=1e-4, atol=1e-4)
+
+
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +319,36 @@ def test_a_processor_with_a_state_sees_each_committed_token_once(monkeypatch: py
     result = generate(pair_of("llama"), prompt_ids(), processors=[other], **ADA)
     assert result.token_ids == expected.token_ids
     assert other.calls == one.calls == list(range(24, 64))
+
+
+def test_a_head_that_is_read_in_vain_leaves_no_trace_in_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Once:
+        """Bans the likeliest token from its second call for a position on."""
+
+        def __init__(self) -> None:
+            self.length = self.calls = 0
+
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1 if ids.shape[1] == self.length else 1
+            self.length = ids.shape[1]
+            if self.calls > 1:
+                scores[:, scores.argmax(dim=-1)] = -torch.inf
+            return scores
+
+    class LastExit(RandomExits):
+        def looks(self, layers: int, promise: float | None) -> bool:
+            return True
+
+        def exits(self, layers: int, certainty: float) -> bool:
+            return layers == 5
+
+    truth = reference("llama")
+    told(monkeypatch, OraclesHeads(truth, len(prompt_ids())))
+    always(monkeypatch, LastExit())
+    result = generate(pair_of("llama"), prompt_ids(), max_new_tokens=N, processors=[Once()], **ADA)
+    assert result.token_ids == truth
+    assert sum(result.stats.early.exits.values()) > N // 2
+    assert not result.stats.early.refused  # every guess was the head's own first choice, though three heads were read
 
 
 def test_a_processor_that_bans_all_that_the_heads_know(monkeypatch: pytest.MonkeyPatch) -> None:
