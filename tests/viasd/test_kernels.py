@@ -157,6 +157,18 @@ def test_values_are_rounded_where_transformers_rounds_them(family: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("family", NATIVE)
+def test_logits_are_rounded_where_transformers_rounds_them(family: str) -> None:
+    hf = model_of(family, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        hidden = 3 * torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+        logits = Exact([hf.lm_head])(hf.model.norm(hidden[0]))
+        if cap := getattr(hf.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        assert torch.equal(load_layered(hf, layers="native").readout(hidden), logits.float())
+
+
+@needs_kernels
 def test_sequences_packed_into_one_pass_are_as_alone() -> None:
     model = load_layered(tiny_model("gemma3", dtype=torch.bfloat16), layers="native")
     alone = rows(model, [12])
