@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-_FEW_ROWS = 32
+#: Up to here reading the weights takes longer than computing with them.
+FEW_ROWS = 32
 
 
 class Matrix(NamedTuple):
@@ -72,7 +73,7 @@ class Dense:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self._weight_first = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _fast_bf16()
+        self._weight_first = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and fast_bf16()
         self.least_rows = 2 if self._weight_first else 1
 
     @property
@@ -87,7 +88,7 @@ class Dense:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Product`."""
-        if not self._weight_first or rows.shape[0] > _FEW_ROWS:
+        if not self._weight_first or rows.shape[0] > FEW_ROWS:
             return linear(rows, self.weight, self.bias)
         if self.bias is None:
             return torch.mm(self.weight, rows.t()).t()
@@ -146,7 +147,7 @@ def adjoining(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
-def _fast_bf16() -> bool:
+def fast_bf16() -> bool:
     """Whether oneDNN multiplies bf16 natively here; elsewhere ``weight @ rows.T`` falls back to something slow."""
     supported: Callable[[], bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported
     return torch.backends.mkldnn.is_available() and bool(supported())
