@@ -29,7 +29,7 @@ from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.rows import Rows
 from viasd.runtime.api import generate
-from viasd.runtime.drafters import Draft
+from viasd.runtime.drafters import Draft, PasslessDrafter
 from viasd.runtime.gates import RatioGate, Thresholds
 from viasd.runtime.metrics import Counters
 from viasd.runtime.session import Ending, rounds
@@ -129,7 +129,7 @@ def loop_overhead(vocabulary: int, repeats: int, n_rounds: int = 200) -> dict[st
     return {"ms_per_round": report, "note": "gamma 5; the argmax over the vocabulary of every row is included"}
 
 
-class _Ready:
+class _Ready(PasslessDrafter):
     """A target and a drafter that cost nothing: every row lies ready, and half of each block is accepted."""
 
     name = "ready"
