@@ -49,7 +49,7 @@ class ChainedCascade(SteppedStrategy):
         self._stop_tokens = stop_tokens
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         pending: list[int] = []

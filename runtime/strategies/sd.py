@@ -32,7 +32,7 @@ class SpeculativeDecoding(SteppedStrategy):
         self._pace = pace
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         # The verifier always adds a token of its own, so a block as long as the room left would waste one.
