@@ -47,6 +47,19 @@ class Event(NamedTuple):
     stats: Counters
 
 
+class _Text:
+    """An answer's text. It knows nothing of the answer, so that no circle keeps the answer's memory when it is dropped."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self.stream = stream
+        self.pieces: list[Piece] = []
+
+    def keep(self, tokens: list[int]) -> tuple[int, bool]:
+        """Takes a round's tokens, up to the one that completes a stop string; see `Ending`."""
+        self.pieces = self.stream.push(tokens)
+        return self.stream.consumed, self.stream.stopped_at is not None
+
+
 class Answer:
     """One answer in the making. It runs nothing itself.
 
@@ -110,14 +123,13 @@ class Answer:
         self.target = TieredTarget(pair.target, route, self.counters, chunk)
         bench = Workbench(self.target, self.sampler, draws or SeededDraws(self.seed), self.counters)
         eos = frozenset() if config.ignore_eos else pair.eos_ids
-        self.ending = Ending(self.room, eos, self._take)
+        self._text = _Text(TextStream(pair.tokenizer, () if chat else self.prompt, tuple(config.stop)))
+        self.ending = Ending(self.room, eos, self._text.keep)
         assembly = Assembly(
             pair, config.decoding, self.plan, self.mask, self.target, eos, len(self.prompt), self.notes.append, heads
         )
         self.drafter = assembly.drafter(bench)
         self._strategy = assembly.strategy(bench, self.drafter, self._make_gate)
-        self._stream = TextStream(pair.tokenizer, () if chat else self.prompt, tuple(config.stop))
-        self._pieces: list[Piece] = []
         self.tokens = list(self.prompt)
         self.text = ""
         self._tiers: list[str] = []
@@ -143,7 +155,7 @@ class Answer:
         counters.unseen += emission.unseen
         self._tiers += emission.tiers
         events, position = [], 0
-        for piece in self._pieces:
+        for piece in self._text.pieces:
             end = position + piece.tokens
             events.append(Event(piece.text, emission.tokens[position:end], emission.tiers[end - 1], counters))
             self.text += piece.text
@@ -152,7 +164,7 @@ class Answer:
 
     def rest(self) -> Event | None:
         """Text that was held back, now that the answer is complete."""
-        rest = self._stream.finish()
+        rest = self._text.stream.finish()
         self.text += rest
         return Event(rest, [], self._tiers[-1], self.counters) if rest else None
 
@@ -164,7 +176,7 @@ class Answer:
             error: What went wrong, where something did.
         """
         # Where it was cut short, what a stop string or a character might have needed belongs to the answer now.
-        self.text += self._stream.finish()
+        self.text += self._text.stream.finish()
         alpha = alpha_of(self.config.decoding)
         loss = describe_loss(self.plan.mode, self.counters, self.plan.lossless, alpha, greedy=self.sampler.greedy)
         n = len(self._tiers)
@@ -211,11 +223,6 @@ class Answer:
         counters.seconds += seconds
         parts = counters.seconds_by_tier
         parts["loop"] = max(0.0, counters.seconds - sum(s for part, s in parts.items() if part != "loop"))
-
-    def _take(self, tokens: list[int]) -> tuple[int, bool]:
-        """A round's tokens as text, up to the one that completes a stop string."""
-        self._pieces = self._stream.push(tokens)
-        return self._stream.consumed, self._stream.stopped_at is not None
 
     def _make_gate(self) -> Gate:
         gate, self.guard = make_gate(self._settled, self.guard, self.notes.append)

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator
 from typing import Any
 
 from viasd.errors import OptionError
 from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
-from viasd.runtime.config import DecodingConfig, GenerationConfig
+from viasd.runtime.config import GenerationConfig
 from viasd.runtime.guard import Guard
-from viasd.runtime.names import EXITING, MASKED
+from viasd.runtime.names import EXITING
+from viasd.runtime.requests import check_prompt_kind, make_config, resolved, settled_config
 from viasd.runtime.result import Result
-from viasd.runtime.session import Event, Session, check_prompt_kind
-from viasd.sampling import SamplingConfig
-from viasd.shipped import resolve_heads, resolve_mask
-
-_SAMPLING = {f.name for f in fields(SamplingConfig)}
-_DECODING = {f.name for f in fields(DecodingConfig)}
-_OWN = {f.name for f in fields(GenerationConfig)} - {"sampling", "decoding"}
-
-
-def make_config(options: Mapping[str, Any]) -> GenerationConfig:
-    """One flat set of options -> a checked configuration.
-
-    Args:
-        options: Names of the fields of `GenerationConfig`, `SamplingConfig` and `DecodingConfig`.
-
-    Raises:
-        OptionError: If a name is unknown, a value out of range, or two options contradict each other.
-    """
-    unknown = sorted(set(options) - _SAMPLING - _DECODING - _OWN)
-    if unknown:
-        raise OptionError(f"unknown option '{unknown[0]}'; known are {', '.join(sorted(_SAMPLING | _DECODING | _OWN))}")
-    stop = options.get("stop", ())
-    own = {k: v for k, v in options.items() if k in _OWN}
-    own["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return GenerationConfig(
-        sampling=SamplingConfig(**{k: v for k, v in options.items() if k in _SAMPLING}),
-        decoding=DecodingConfig(**{k: v for k, v in options.items() if k in _DECODING}),
-        **own,
-    )
+from viasd.runtime.session import Event, Session
 
 
 class Stream:
@@ -106,23 +78,13 @@ def stream(
     Raises:
         ViasdError: If anything about the request can't be done; before the first token.
     """
-    if config is not None and options:
-        raise OptionError(f"give either config or single options, but got both (option '{next(iter(options))}')")
-    config = config or make_config(options)
+    config = settled_config(config, options)
     decoding = config.decoding
-    unmasked = decoding.strategy not in MASKED or (decoding.tiers == "2" and decoding.strategy in ("auto", "cascade"))
-    if unmasked and mask not in (None, "auto", "none"):
+    if decoding.unmasked and mask not in (None, "auto", "none"):
         raise OptionError(
             "a mask is for a slim verifier, which this strategy does not have; leave out the mask, or use strategy cascade"
         )
-    if isinstance(mask, str):
-        mask = resolve_mask(mask, pair.target.n_layers, pair.name)
-    if heads == "auto":
-        # A mask file may name its own.
-        needed = decoding.strategy in EXITING or (mask is not None and mask.prefix is not None and mask.heads is None)
-        heads = resolve_heads("auto", pair.name) if needed else None
-    elif isinstance(heads, str):
-        heads = resolve_heads(heads, pair.name)
+    mask, heads = resolved(pair, mask, heads, exiting=decoding.strategy in EXITING)
     chat = check_prompt_kind(prompt)
     return Stream(Session(pair, pair.encode(prompt), config, mask=mask, heads=heads, guard=guard, chat=chat))
 
@@ -146,3 +108,6 @@ def generate(
     for _ in answer:
         pass
     return answer.result
+
+
+__all__ = ["Stream", "generate", "make_config", "stream"]

@@ -63,7 +63,8 @@ def full_states(
         sequences: Cache and tokens of each, up to the end of the pass.
 
     Returns:
-        Hidden states ``[1, n, d]`` after the last layer at the n positions each ran.
+        Hidden states ``[1, n, d]`` after the last layer at the n positions each ran. No watermark has moved yet, so a pass
+        that fails can be run again; `full_done` moves them.
     """
     for kv, tokens in sequences:
         kv.roll_back(len(tokens))
@@ -71,25 +72,37 @@ def full_states(
         hidden, _ = through(model, None, [Line(kv, kv.full_len, tokens[kv.full_len :]) for kv, tokens in sequences])
     else:
         hidden = _joined_at_gap(model, route, sequences)
+    return hidden
+
+
+def full_done(sequences: Sequence[tuple[SequenceKV, Sequence[int]]]) -> None:
+    """The full path has run all these tokens."""
     for kv, tokens in sequences:
         kv.full_len = kv.slim_len = len(tokens)
         kv.boundary = None
-    return hidden
 
 
 def slim_states(
     model: LayeredModel, route: Route, sequences: Sequence[tuple[SequenceKV, Sequence[int]]]
-) -> list[Tensor]:
-    """The slim path over everything it has not run; keeps what an escalation can start from.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The slim path over everything it has not run.
 
-    Arguments and result as for `full_states`.
+    Arguments as for `full_states`.
+
+    Returns:
+        Hidden states at the end of the route, and those at its first gap, from which an escalation can start; both
+        ``[1, n, d]``. `slim_done` keeps the latter and moves the watermarks.
     """
     lines = [Line(kv, kv.slim_len, tokens[kv.slim_len :]) for kv, tokens in sequences]
     hidden, captured = through(model, route, lines, capture=(route.resumes_at,))
-    for (kv, tokens), states in zip(sequences, captured[route.resumes_at], strict=True):
+    return hidden, captured[route.resumes_at]
+
+
+def slim_done(sequences: Sequence[tuple[SequenceKV, Sequence[int]]], boundaries: Sequence[Tensor]) -> None:
+    """The slim path has run all these tokens."""
+    for (kv, tokens), states in zip(sequences, boundaries, strict=True):
         kv.boundary = _after(kv.boundary, states)
         kv.slim_len = len(tokens)
-    return hidden
 
 
 def read_out(model: LayeredModel, route: Route | None, hidden: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:

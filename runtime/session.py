@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from viasd.errors import OptionError
 from viasd.runtime.answer import Answer, Event
@@ -31,15 +31,4 @@ class Session(Answer):
             self.finish(reason or "interrupted")
 
 
-def check_prompt_kind(prompt: object) -> bool:
-    """Whether a prompt is a chat (a sequence of messages)."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return False
-    if len(prompt) and isinstance(prompt[0], dict):
-        if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
-            raise OptionError("chat messages must each have 'role' and 'content'")
-        return True
-    return False
-
-
-__all__ = ["Ending", "Event", "Session", "check_prompt_kind", "cut", "rounds"]
+__all__ = ["Ending", "Event", "Session", "cut", "rounds"]

@@ -14,7 +14,7 @@ from viasd.errors import OptionError
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.runtime.metrics import Counters
-from viasd.runtime.packed import full_states, read_out, slim_states
+from viasd.runtime.packed import full_done, full_states, read_out, slim_done, slim_states
 
 # A prompt is run in pieces of this many tokens, so that activations stay small however long it is.
 PREFILL_CHUNK = 1024
@@ -137,9 +137,11 @@ def run_full(wanted: Sequence[Wanted]) -> list[Tensor]:
     """
     model = wanted[0].target.model
     route = next((target.route for target, _, _ in wanted if target.route is not None), None)
-    fed = [len(tokens) - min(target.kv.full_len, len(tokens)) for target, tokens, _ in wanted]
-    hidden = full_states(model, route, [(target.kv, tokens) for target, tokens, _ in wanted])
+    sequences = [(target.kv, tokens) for target, tokens, _ in wanted]
+    fed = [len(tokens) - min(kv.full_len, len(tokens)) for kv, tokens in sequences]
+    hidden = full_states(model, route, sequences)
     logits = read_out(model, None, hidden, [rows for _, _, rows in wanted])
+    full_done(sequences)
     for (target, _, rows), n in zip(wanted, fed, strict=True):
         target.counters.full_calls += rows > 0
         target.counters.full_tokens_fed += n
@@ -151,9 +153,11 @@ def run_slim(wanted: Sequence[Wanted]) -> list[Tensor]:
     first = wanted[0].target
     if first.route is None:
         raise OptionError("a slim verifier needs a mask, but none was given; use --mask even:0.45 or a mask file")
-    fed = [len(tokens) - target.kv.slim_len for target, tokens, _ in wanted]
-    hidden = slim_states(first.model, first.route, [(target.kv, tokens) for target, tokens, _ in wanted])
+    sequences = [(target.kv, tokens) for target, tokens, _ in wanted]
+    fed = [len(tokens) - kv.slim_len for kv, tokens in sequences]
+    hidden, boundaries = slim_states(first.model, first.route, sequences)
     logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted])
+    slim_done(sequences, boundaries)
     for (target, _, _), n in zip(wanted, fed, strict=True):
         target.counters.slim_calls += 1
         target.counters.slim_tokens_fed += n

@@ -60,6 +60,14 @@ class Drafter(Protocol):
         """The passes of such a proposal, which is what it returns."""
         ...
 
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """Runs a piece of a prompt that is too long for the first pass, of at least `keep` tokens, after it.
+
+        Returns:
+            Whether there was such a piece; if so there may be more.
+        """
+        ...
+
     def rewind(self, tokens: Sequence[int]) -> None:
         """Rolls back to a prefix, part of which may be tentative still."""
         ...
@@ -79,6 +87,10 @@ class SteppedDrafter(ABC):
     def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
         """See `Drafter`. Every pass runs alone."""
         return drive(self.drafting(tokens, limit, ahead, draws))
+
+    @abstractmethod
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`."""
 
 
 class ModelLine(SteppedDrafter):
@@ -140,11 +152,12 @@ def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[T
     """
     first = wanted[0][0]
     hidden, _ = through(first.model, first.route, [drafter.line(tokens) for drafter, tokens, _ in wanted])
+    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted])
     for drafter, tokens, _ in wanted:
         drafter.ran(len(tokens))
         drafter.counters.drafter_calls += 1
         drafter.counters.drafter_tokens_fed += len(tokens)
-    return read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted])
+    return logits
 
 
 class PasslessDrafter(ABC):
@@ -158,3 +171,7 @@ class PasslessDrafter(ABC):
         """See `Drafter`."""
         yield from ()
         return self.propose(tokens, limit, ahead, draws)
+
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`."""
+        return False

@@ -55,6 +55,13 @@ class ModelDrafter(ModelLine):
         )
         return timed(steps, self.watch)
 
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`."""
+        left = tokens[self.kv.full_len :]
+        if len(tokens) >= self.model.context_length:
+            return False  # it will propose nothing
+        return len(self.catch_up(left, keep, pieces=1)) < len(left)
+
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
         self.kv.roll_back(len(tokens) - 1)

@@ -64,6 +64,10 @@ class SelfDrafter(ModelLine):
         )
         return timed(steps, self.watch)
 
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`. The target's prefill is this drafter's too."""
+        return False
+
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`. Nothing to do: every draft starts again at the target's own watermark."""
 
