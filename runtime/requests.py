@@ -85,3 +85,22 @@ def check_prompt_kind(prompt: object) -> bool:
             raise OptionError("chat messages must each have 'role' and 'content'")
         return True
     return False
+
+
+def several(prompt: object) -> list[Any] | None:
+    """The prompts, where there is a list of them: of texts, of chats, or of lists of token ids; None for a single one.
+
+    Raises:
+        OptionError: If a list has prompts and something else.
+    """
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return None
+    first = prompt[0]
+    if not isinstance(first, str | list | tuple):
+        return None
+    bad = next((i for i, item in enumerate(prompt) if not isinstance(item, str | list | tuple)), None)
+    if bad is not None:
+        raise OptionError(
+            f"prompt {bad} of {len(prompt)} is a {type(prompt[bad]).__name__}; expected text, messages or ids"
+        )
+    return list(prompt)
