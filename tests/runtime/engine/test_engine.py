@@ -12,9 +12,11 @@ from tiny import EVERY, hf_greedy, model_of, pair_of, prompt_ids, tokenizer
 import viasd
 from viasd import Engine
 from viasd.errors import CapacityError, ContextLengthError, OptionError
+from viasd.kernels import build
 from viasd.runtime.engine import AdmitAll
 from viasd.runtime.engine.memory import bytes_per_position, worst_bytes
 from viasd.runtime.target import TieredTarget
+from viasd.testing import perturbed, tiny_model
 
 MASK = "even:0.25"
 LONG = prompt_ids("a long prompt that goes on and on; " * 9)  # 315 tokens
@@ -483,3 +485,26 @@ def test_what_a_batch_can_not_do_is_refused_in_a_sentence() -> None:
     with pytest.raises(OptionError, match="needs a mask"):
         engine.add("x", strategy="cascade")
     assert not engine.busy
+
+
+@pytest.mark.skipif(build.why_missing() is not None, reason=f"no kernels: {build.why_missing()}")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_with_the_cpu_kernels_a_batch_says_bit_for_bit_what_each_says_alone(
+    dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Near-ties are everywhere in such flat rows: a bit of difference would show.
+    model = tiny_model("qwen3", dtype=dtype, scale=0.4)
+    pair = viasd.make_pair(model, tokenizer(), drafter=perturbed(model, 0.05), layers="native")
+    assert pair.target.form == "native"
+    lengths = (5, 33, 64, 200, 31, 90, 12, 300)
+    todo = [
+        {**request, "prompt": [5 + (7 * i + k) % 250 for k in range(lengths[i % len(lengths)])], "max_new_tokens": 24}
+        for i, request in enumerate(requests(14, temperature=temperature, ignore_eos=True))
+    ]
+    engine = Engine(pair, mask=MASK)
+    numbers = [engine.add(**request) for request in todo]
+    for _ in engine.stream():
+        pass
+    for number, request in zip(numbers, todo, strict=True):
+        assert same(engine.results[number], alone(pair, request, MASK)), request

@@ -185,7 +185,8 @@ def test_an_output_file_goes_on_where_it_stopped(
     assert path.read_bytes() == before
 
 
-def test_ctrl_c_keeps_what_is_done(run: Run, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_is_done(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = write(tmp_path / "p.jsonl", [{k: v for k, v in line.items() if k != "stop"} for line in TEXTS])
     path = tmp_path / "out.jsonl"
     step, steps = Engine.step, []
 
