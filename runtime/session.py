@@ -57,13 +57,13 @@ class Ending:
     Attributes:
         room: Token limit.
         eos: End-of-sequence tokens.
-        keep: Sees a round's tokens before they are committed and says how many of them stay (fewer where a stop string
+        keep: Sees a round's emission before it is committed and says how many of its tokens stay (fewer where a stop string
             was completed) and whether the answer ends there; None keeps all.
     """
 
     room: int
     eos: frozenset[int]
-    keep: Callable[[list[int]], tuple[int, bool]] | None = None
+    keep: Callable[[Emission], tuple[int, bool]] | None = None
 
 
 def rounds(
@@ -88,7 +88,7 @@ def rounds(
         emission = strategy.round(tokens, left)
         emission, reason = cut(emission, left, ending.eos)
         if ending.keep is not None:
-            kept, stopped = ending.keep(emission.tokens)
+            kept, stopped = ending.keep(emission)
             emission = shortened(emission, kept)
             reason = "stop" if stopped else reason
         n = len(emission.tokens)
@@ -139,6 +139,7 @@ class Session:
         guard: A guard that has learnt from earlier answers (a chat); None makes a fresh one.
         chat: Whether the prompt came through a chat template (its answer is then a text of its own).
         draws: Source of randomness (tests); None seeds one.
+        sampler: From logits to laws; None makes that of the configuration.
 
     Raises:
         OptionError: If options contradict each other or the pair.
@@ -158,6 +159,7 @@ class Session:
         guard: Guard | None = None,
         chat: bool = False,
         draws: Draws | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.pair = pair
         self.config = config
@@ -192,7 +194,7 @@ class Session:
                 f"the answer is limited to {self._limit} tokens: prompt and answer share a context of "
                 f"{pair.target.context_length}"
             )
-        self._sampler = Sampler(config.sampling, config.processors)
+        self._sampler = sampler or Sampler(config.sampling, config.processors)
         self._draws = draws or SeededDraws(self.seed)
         slim = self.plan.strategy in ("cascade", "slim")
         self._target = TieredTarget(pair.target, mask.route if slim and mask is not None else None, self.counters)
@@ -248,9 +250,9 @@ class Session:
                 text += self._text.finish()
             self.result = self._finish(text, produced, tiers, reason or "interrupted")
 
-    def _take(self, tokens: list[int]) -> tuple[int, bool]:
+    def _take(self, emission: Emission) -> tuple[int, bool]:
         """A round's tokens as text, up to the one that completes a stop string."""
-        self._pieces = self._text.push(tokens)
+        self._pieces = self._text.push(emission.tokens)
         return self._text.consumed, self._text.stopped_at is not None
 
     def _settle(self) -> Plan:
