@@ -25,15 +25,15 @@ class Given(NamedTuple):
     assistant_model: Any = None
     streamer: Any = None
     synced_gpus: bool | None = None
-    others: Mapping[str, Any] = {}  # noqa: RUF012 - never written to
+    others: Mapping[str, Any] = {}
 
 
 def given_to_generate(model: Any) -> Given:
     """Reads them from the call of `model.generate` that is going on; all empty where there is none.
 
     transformers (5.0 to 5.24) passes a callable only those keyword arguments that `generate` does not name itself. Its
-    `streamer` has then been shown the prompt and would wait for the rest for ever, and its `assistant_model` would be ignored
-    without a word, so there is no other way to honour, or even to refuse, them.
+    `streamer` has then been shown the prompt and would wait for the rest for ever, and its `assistant_model` would be
+    ignored without a word, so there is no other way to honour, or even to refuse, them.
     """
     frame = sys._getframe(1)
     while frame is not None:

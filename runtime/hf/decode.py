@@ -58,9 +58,9 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decodes in tiers what `model.generate` was asked for: hand it over as ``custom_generate``, or call it in its place.
 
-    ``model.generate(**inputs, custom_generate=viasd.hf.generate, ...)`` and ``viasd.hf.generate(model, **inputs, ...)`` do the
-    same; the second form also takes `tokenizer` (for ``stop_strings``, which transformers does not let a callable have) and
-    `assistant_tokenizer`. The model is only read.
+    ``model.generate(**inputs, custom_generate=viasd.hf.generate, ...)`` and ``viasd.hf.generate(model, **inputs, ...)`` do
+    the same; the second form also takes `tokenizer` (for ``stop_strings``, which transformers does not let a callable have)
+    and `assistant_tokenizer`. The model is only read.
 
     Args:
         model: A decoder-only causal LM in eval mode, wherever and however it was loaded.
@@ -73,8 +73,8 @@ def generate(
         assistant_model: A drafter with the same vocabulary; without one, prompt lookup drafts.
         tokenizer: The model's tokenizer.
         assistant_tokenizer: The drafter's, where the vocabularies differ in size; both maps are then compared.
-        viasd_mask: Layers of the slim verifier: a mask file, the name of a shipped mask, ``even:0.45``, or a `LayerMask`. With
-            one, the default strategy is ``cascade``, with all three tiers.
+        viasd_mask: Layers of the slim verifier: a mask file, the name of a shipped mask, ``even:0.45``, or a `LayerMask`.
+            With one, the default strategy is ``cascade``, with all three tiers.
         viasd_mode: ``lossless`` (the default), ``bounded`` or ``via``. A lossy one warns once, by `LossyWarning`.
         viasd_strategy: ``auto``, ``plain``, ``sd``, ``cascade``, ``adadecode``, or one of the literature's.
         viasd_gamma: Longest drafted block.

@@ -1,4 +1,4 @@
-"""The user's own models, driven layer by layer: wrapped and probed once, and again only where something of them has changed."""
+"""The user's own models, driven layer by layer: wrapped and probed once, and again where something of them has changed."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def target_and_assistant(
         shared = min(own, rows)
     else:
         raise OptionError(
-            f"the model has a vocabulary of {sizes[0]} and assistant_model one of {sizes[1]}, so it takes both tokenizers to "
-            "see whether they mean the same: viasd.hf.generate(model, ..., tokenizer=..., assistant_tokenizer=...)"
+            f"the model has a vocabulary of {sizes[0]} and assistant_model one of {sizes[1]}, so it takes both tokenizers "
+            "to see whether they mean the same: viasd.hf.generate(model, ..., tokenizer=..., assistant_tokenizer=...)"
         )
     return target, driven(assistant, shared, None if shared == rows else rows)

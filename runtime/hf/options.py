@@ -1,4 +1,4 @@
-"""From viasd's own arguments, and what transformers has prepared, to the pair, the mask and the configuration of a request."""
+"""From viasd's own arguments, and what transformers has prepared, to pair, mask and configuration of a request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Own:
 class Tokenless:
     """Stands where a pair has its tokenizer: nothing is known of the text, so there is none."""
 
-    added_tokens_decoder: Mapping[int, Any] = {}  # noqa: RUF012 - never written to
+    added_tokens_decoder: Mapping[int, Any] = {}
     chat_template = None
 
     def convert_ids_to_tokens(self, token: int) -> None:
@@ -127,8 +127,8 @@ def configured(
     """
     if text + room > pair.target.context_length:
         raise OptionError(
-            f"prompt and answer may come to {text + room} tokens, but {pair.target_id} takes {pair.target.context_length} in "
-            "all; lower max_new_tokens (or max_length)"
+            f"prompt and answer may come to {text + room} tokens, but {pair.target_id} takes {pair.target.context_length} "
+            "in all; lower max_new_tokens (or max_length)"
         )
     sampled = bool(settings.do_sample)
     decoding = _decoding(own, mask, settings, sampled=sampled, knows_text=not isinstance(pair.tokenizer, Tokenless))
