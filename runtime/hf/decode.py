@@ -94,7 +94,14 @@ def generate(
         # Not called by transformers' `generate`, which marks the config that it has prepared, but in its place.
         return _through_transformers(
             model,
-            partial(generate, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer, **own.as_arguments()),
+            # These never reach a callable through transformers.
+            partial(
+                generate,
+                assistant_model=assistant_model,
+                tokenizer=tokenizer,
+                assistant_tokenizer=assistant_tokenizer,
+                **own.as_arguments(),
+            ),
             tokenizer,
             input_ids=input_ids,
             logits_processor=logits_processor,
@@ -102,7 +109,6 @@ def generate(
             generation_config=generation_config,
             synced_gpus=synced_gpus,
             streamer=streamer,
-            assistant_model=assistant_model,
             **kwargs,
         )
     given = given_to_generate(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -28,6 +28,13 @@ class WidenedModel(LayeredModel):
     """
 
     width: int | None = None
+
+    def embed(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """See `LayeredModel.embed`. A word that it does not know is any word to it: that costs a draft, not a law."""
+        if self.width is None:
+            return super().embed(ids)
+        row = torch.as_tensor(ids, dtype=torch.long, device=self.device)
+        return super().embed(row.clamp(max=self.decoder.embed_tokens.weight.shape[0] - 1))
 
     def readout(self, hidden: Tensor, head: Any = None) -> Tensor:
         """See `LayeredModel.readout`."""

@@ -136,19 +136,22 @@ def left_padding(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
     """
     if mask is None:
         mask = torch.ones_like(ids)
-    if mask.shape != ids.shape:
-        raise OptionError(
-            f"attention_mask must have the shape of input_ids, {list(ids.shape)}, but has {list(mask.shape)}"
-        )
+    if positions is None:
+        positions = (mask != 0).long().cumsum(-1) - 1
+    for name, given in (("attention_mask", mask), ("position_ids, as attention_mask,", positions)):
+        if given.dim() != 2 or given.shape[1] != ids.shape[1]:
+            raise OptionError(
+                f"{name} must have the shape of input_ids, {list(ids.shape)}, but has {list(given.shape)}"
+            )
     seen = mask != 0
     if not bool((seen[:, 1:] >= seen[:, :-1]).all()) or not bool(seen[:, -1].all()):
         raise OptionError(
             "attention_mask must be zeros, then ones: padding belongs in front (padding_side='left' of the tokenizer), and "
             "every row needs a token"
         )
-    if positions is not None and positions.shape[0] != ids.shape[0]:
+    if positions.shape[0] != ids.shape[0]:
         positions = positions[:1]  # one row for all, repeated where several sequences of a prompt were asked for
-    if positions is not None and bool((positions != seen.long().cumsum(-1) - 1)[seen].any()):
+    if bool((positions != seen.long().cumsum(-1) - 1)[seen].any()):
         raise OptionError(
             "viasd.hf.generate can't honour position_ids of your own: positions are counted from each row's first token; "
             "leave them out"
