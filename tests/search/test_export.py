@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_stitches import stitches_of
 from tiny import prompt_ids, tokenizer
+from tiny_checkpoints import tiny_llama, write_llama_gguf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,6 +85,28 @@ def test_the_rows_are_those_of_the_slim_path(family: str, here: Path) -> None:
         config = json.loads((here / f"out{number}" / "config.json").read_text())
         assert config["num_hidden_layers"] == len(mask.route.layers)
     assert AutoTokenizer.from_pretrained("out0").get_vocab() == AutoTokenizer.from_pretrained(target).get_vocab()
+
+
+@pytest.mark.parametrize("family", ["phi3", "olmo2", "smollm3"])
+def test_halves_of_families_that_viasd_runs_whole(family: str, here: Path) -> None:
+    model, target = saved(here, family)
+    LayerMask(tuple(i not in dict(HALVES) for i in range(8)), "mine", partial=HALVES).save(here / "mask.json")
+    run("mask.json", "--target", target, "--output", "slim", "--dtype", "float32", "--quiet")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.zero_()
+        model.model.layers[5].self_attn.o_proj.weight.zero_()
+        expected = model(torch.tensor([prompt_ids()])).logits[0]
+    torch.testing.assert_close(exported_rows(here / "slim", prompt_ids()), expected)
+
+
+def test_a_gguf_file(here: Path) -> None:
+    model = tiny_llama()
+    write_llama_gguf(here / "tiny.gguf", model)
+    run("even:0.3", "--target", "tiny.gguf", "--output", "slim", "--dtype", "float32", "--quiet")
+    ids = [5, 9, 7, 5, 9]
+    rows = slim_rows(load_layered(model.eval()), LayerMask.even(3, 0.3).route, ids)
+    torch.testing.assert_close(exported_rows(here / "slim", ids), rows, atol=1e-5, rtol=1e-4)
+    assert "quantization_config" not in json.loads((here / "slim" / "config.json").read_text())
 
 
 def test_it_drafts_for_its_target_in_transformers(here: Path, capsys: Any) -> None:
