@@ -60,9 +60,10 @@ _ENDS_ROWS = (
 )
 #: What transformers prepares for its own loop. Everything else given to the model's forward is refused.
 _PREPARED = {
-    *("attention_mask", "position_ids", "token_type_ids", "logits_to_keep", "use_cache", "cache", "past_key_values"),
+    *("attention_mask", "position_ids", "logits_to_keep", "use_cache", "cache", "past_key_values"),
     *("output_attentions", "output_hidden_states"),  # refused as settings
 }
+_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def check_settings(config: Any) -> None:
@@ -112,10 +113,12 @@ def check_arguments(model: Any, kwargs: Mapping[str, Any], others: Mapping[str, 
             raise OptionError(
                 f"viasd.hf.generate can't continue from {name}: the cache is viasd's own; give the whole text as input_ids"
             )
-    kinds = kwargs.get("token_type_ids")
-    unknown = [n for n, v in kwargs.items() if v is not None and n not in _PREPARED]
-    if kinds is not None and bool((kinds != 0).any()):
-        unknown.append("token_type_ids")
+    unknown = [
+        name
+        for name, value in kwargs.items()
+        # Types that are all 0 say "plain text", as a tokenizer does unasked.
+        if value is not None and name not in _PREPARED and not (name in _TYPES and not bool(value.any()))
+    ]
     if unknown:
         raise OptionError(
             f"viasd.hf.generate takes input_ids and attention_mask, but was given {unknown[0]}, which its passes can't use; "

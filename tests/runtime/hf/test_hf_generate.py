@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 import viasd
+from viasd.mask import LayerMask
 from viasd.testing import FAMILIES, perturbed, tiny_model
 
 N = 40
@@ -27,7 +29,7 @@ HOWS: dict[str, dict[str, Any]] = {
     "lookup": {},
     "mask": {"viasd_mask": "even:0.3"},
     "self": {"assistant_model": "self", "viasd_strategy": "sd", "viasd_gamma": 3},
-    "plain": {"viasd_strategy": "plain"},
+    "exits": {"viasd_strategy": "adadecode", "viasd_heads": "lens:3,5"},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.5},
@@ -62,6 +64,27 @@ def test_every_family(family: str, how: str) -> None:
     assert ours.dtype == theirs.dtype
     theirs, ours = both(model, inputs(BATCH), {**HOWS[how]}, max_new_tokens=12)
     assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"viasd_strategy": "plain"},
+        {"viasd_mask": "prefix:4", "viasd_heads": "lens:4"},
+        {"viasd_mask": "even:0.3", "viasd_options": {"slim_rounds": 2}, "assistant_model": "self", "viasd_gamma": 2},
+        {"viasd_mask": "even:0.3", "viasd_options": {"tiers": "auto"}, "tokenizer": tokenizer()},
+        {"viasd_mask": LayerMask.even(8, 0.25), "viasd_mode": "via", "viasd_options": {"max_disagreement": 0.0}},
+    ],
+)
+@pytest.mark.filterwarnings("ignore::viasd.hf.LossyWarning")
+def test_every_way_to_ask(own: dict[str, Any]) -> None:
+    model = model_of("gemma2")
+    theirs = model.generate(**inputs(), max_new_tokens=N)
+    assert torch.equal(theirs, viasd.hf.generate(model, **inputs(), max_new_tokens=N, **own))
+    if "tokenizer" not in own:
+        bound = partial(viasd.hf.generate, **{k: v for k, v in own.items() if k != "assistant_model"})
+        named = {k: v for k, v in own.items() if k == "assistant_model"}
+        assert torch.equal(theirs, model.generate(**inputs(), max_new_tokens=N, custom_generate=bound, **named))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])

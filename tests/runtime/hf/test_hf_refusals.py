@@ -72,6 +72,7 @@ def test_every_setting_of_this_transformers_is_accounted_for() -> None:
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "given inputs_embeds"),
         ({**inputs(), "past_key_values": DynamicCache()}, "can't continue from (past_key_values|cache)"),
         ({**inputs(), "position_ids": torch.arange(24)[None] + 3}, "position_ids of your own"),
+        ({**inputs(), "output_router_logits": True}, "given output_router_logits"),
         (
             {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.tensor([[1, 1, 0, 1]])},
             "padding belongs in front",
@@ -98,6 +99,13 @@ def test_position_ids_that_say_nothing_new() -> None:
     assert torch.equal(call(request={**request, "position_ids": positions}), call(request=request))
     single = {**inputs(), "position_ids": torch.arange(24)[None]}
     assert call(request=single, do_sample=True, num_return_sequences=2).shape[0] == 2
+
+
+def test_token_types_that_say_plain_text() -> None:
+    model = model_of("llama")
+    refusals.check_arguments(model, {"token_type_ids": torch.zeros(1, 4), "mm_token_type_ids": None}, {}, None)
+    with pytest.raises(OptionError, match="given token_type_ids"):
+        refusals.check_arguments(model, {"token_type_ids": torch.tensor([[0, 1]])}, {}, None)
 
 
 def test_an_encoder() -> None:

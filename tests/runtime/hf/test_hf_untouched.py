@@ -143,7 +143,8 @@ def test_a_drafter_that_knows_fewer_words() -> None:
     with pytest.raises(OptionError, match="vocabulary of 320 and assistant_model one of 300"):
         call(model, assistant_model=drafter)
     tokenizers = {"tokenizer": byte_tokenizer(), "assistant_tokenizer": byte_tokenizer()}
-    for settings in ({}, {"repetition_penalty": 1.3, "sequence_bias": [[[310], 60.0]]}):
+    allowed = {"prefix_allowed_tokens_fn": lambda row, ids: [301 + len(ids) % 9]}
+    for settings in ({}, {"repetition_penalty": 1.3, "sequence_bias": [[[310], 60.0]]}, allowed):
         theirs = model.generate(**inputs(), max_new_tokens=N, **settings)
         ours = viasd.hf.generate(
             model,
