@@ -136,9 +136,6 @@ def _config(model: Any, n_layers: int, layers: tuple[int, ...]) -> tuple[Any, An
     text.num_hidden_layers = len(layers)
     for name, value in listed.items():
         setattr(text, name, value)
-    for each in (config, text):
-        vars(each).pop("quantization_config", None)  # of a GGUF file, whose weights have been unpacked
-    config.name_or_path = ""
     return config, text
 
 

@@ -16,6 +16,7 @@ from transformers import (
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
     TextIteratorStreamer,
+    TypicalLogitsWarper,
     WatermarkingConfig,
 )
 
@@ -207,6 +208,7 @@ def test_stopping_criteria_are_asked_after_every_token(tokens: int) -> None:
             )
             told.append((criterion.shown, out.sequences.tolist()))
         assert told[0] == told[1]
+        assert out.viasd[0].token_ids == out.sequences[0, -tokens:].tolist()
         assert out.viasd[0].finish_reason == "stop"
 
 
@@ -285,6 +287,14 @@ def test_a_processor_with_a_memory_sees_each_token_once(own: dict[str, Any]) -> 
     )
     assert torch.equal(theirs, ours)
     assert (first.lengths, first.gone) == (second.lengths, second.gone)
+
+
+def test_a_warper_of_the_callers_own_where_the_argmax_is_taken() -> None:
+    """`typical_p` may ban the most probable token."""
+    warper = TypicalLogitsWarper(mass=0.1)
+    theirs, ours = both(model_of("llama"), inputs(BATCH), {}, max_new_tokens=N, logits_processor=[warper])
+    assert torch.equal(theirs, ours)
+    assert not torch.equal(ours, model_of("llama").generate(**inputs(BATCH), max_new_tokens=N))
 
 
 def test_a_watermark_with_a_memory_in_a_batch() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from inside import inputs
-from tiny import model_of
+from tiny import model_of, tokenizer
 from transformers import LogitsProcessorList, WatermarkingConfig
 
 import viasd
@@ -16,6 +16,7 @@ from viasd.testing import perturbed, tiny_model
 
 WARPED: dict[str, dict[str, Any]] = {
     "plain": {"top_k": 0},
+    "penalty": {"repetition_penalty": 4.0, "top_k": 0},
     "temperature": {"temperature": 0.6, "top_k": 0},
     "top_k": {"top_k": 7},
     "top_p": {"top_p": 0.8, "top_k": 0},
@@ -100,6 +101,26 @@ def test_what_is_drawn_has_that_law(own: dict[str, Any]) -> None:
     chi = ((counts - rows * expected)[possible].square() / (rows * expected[possible])).sum()
     freedom = int(possible.sum()) - 1
     assert chi < freedom + 4 * (2 * freedom) ** 0.5, "four standard deviations"
+
+
+def test_a_drafter_that_knows_none_of_the_words_allowed() -> None:
+    model, drafter = tiny_model("llama", vocab_size=320), tiny_model("llama", seed=3, num_hidden_layers=2)
+    out = viasd.hf.generate(
+        model,
+        **inputs(),
+        max_new_tokens=12,
+        do_sample=True,
+        assistant_model=drafter,
+        prefix_allowed_tokens_fn=lambda row, ids: list(range(300, 320)),
+        tokenizer=tokenizer(),
+        assistant_tokenizer=tokenizer(),
+        return_dict_in_generate=True,
+        eos_token_id=None,
+    )
+    answer = out.sequences[0, -12:].tolist()
+    assert set(answer) <= set(range(300, 320))
+    assert len(set(answer)) > 3
+    assert out.viasd[0].stats.drafted > out.viasd[0].stats.accepted > 0
 
 
 def test_torchs_seed_decides() -> None:
