@@ -26,16 +26,18 @@ from viasd.testing import FAMILIES, perturbed, tiny_model
 
 N = 40
 BATCH = ("hello hello world, hello", "hi there, hi", "a")
+# Else nothing is drafted where it does not pay, and nothing of tiny models does.
+FIXED: dict[str, Any] = {"viasd_options": {"draft_length": "fixed"}}
 HOWS: dict[str, dict[str, Any]] = {
-    "lookup": {},
+    "lookup": FIXED,
     "mask": {"viasd_mask": "even:0.3"},
-    "self": {"assistant_model": "self", "viasd_strategy": "sd", "viasd_gamma": 3},
+    "self": {"assistant_model": "self", "viasd_strategy": "sd", "viasd_gamma": 3, **FIXED},
     "exits": {"viasd_strategy": "adadecode", "viasd_heads": "lens:3,5"},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.5},
     "ngrams": {"no_repeat_ngram_size": 2},
-    "bad-words": {"bad_words_ids": [[17], [120, 121]]},
+    "bad-words": {"bad_words_ids": [[101], [234, 234]]},
     "bias": {"sequence_bias": [[[40], 30.0], [[40, 41], -40.0]]},
     "shortest": {"min_new_tokens": 12},
     "shortest-whole": {"min_length": 40},
@@ -47,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole-length": {"max_length": 50, "max_new_tokens": None},
     "together": {
         **{"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9, "suppress_tokens": [60, 61]},
-        **{"bad_words_ids": [[200, 201]], "renormalize_logits": True, "eos_token_id": [2, 90, 91]},
+        **{"bad_words_ids": [[207, 207]], "renormalize_logits": True, "eos_token_id": [2, 90, 91]},
     },
 }
 
@@ -91,7 +93,7 @@ def test_every_way_to_ask(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 def test_an_assistant_model(family: str) -> None:
     model = model_of(family)
-    for own in ({}, {"viasd_mask": "even:0.25", "viasd_gamma": 3}):
+    for own in (FIXED, {"viasd_mask": "even:0.25", "viasd_gamma": 3}):
         ours = model.generate(
             **inputs(),
             max_new_tokens=N,
@@ -108,13 +110,14 @@ def test_an_assistant_model(family: str) -> None:
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_alone_and_in_a_batch(name: str) -> None:
     settings = {"max_new_tokens": N, **SETTINGS[name]}
-    model = model_of("qwen3")
+    # The one goes on for long, the other ends soon.
+    model = model_of("qwen3" if name.startswith(("shortest", "forced", "decay")) else "gemma3")
     for request in (inputs(), inputs(BATCH)):
         for how in ("lookup", "mask"):
             theirs, ours = both(model, request, HOWS[how], **settings)
             assert torch.equal(theirs, ours)
     plain = model.generate(**inputs(), max_new_tokens=N)
-    assert name in ("finite", "shortest", "shortest-whole") or not torch.equal(plain, theirs[:1]), "it does something"
+    assert name == "finite" or not torch.equal(plain, theirs[:1]), "it does something"
 
 
 def test_a_generation_config_of_the_models_own() -> None:
@@ -134,14 +137,14 @@ def test_default_lengths() -> None:
     assert torch.equal(theirs, ours)
 
 
-@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("place", [0, 2, 5, 9, 12, 13, 14, 16])
 def test_an_end_token_anywhere_in_a_block(place: int) -> None:
-    model = model_of("mistral")
+    model = model_of("gemma3")  # which writes other tokens all the time
     text = model.generate(**inputs(), max_new_tokens=N)[0, inputs()["input_ids"].shape[1] :].tolist()
     theirs, ours = both(
         model,
         inputs(),
-        {"assistant_model": model, "viasd_gamma": 6},
+        {"assistant_model": model, "viasd_gamma": 6, **FIXED},
         max_new_tokens=N,
         eos_token_id=[text[place], 299],
         return_dict_in_generate=True,
@@ -149,15 +152,18 @@ def test_an_end_token_anywhere_in_a_block(place: int) -> None:
     assert torch.equal(theirs.sequences, ours.sequences)
     assert ours.sequences[0, -1] == text[place]
     assert ours.viasd[0].finish_reason == "eos"
+    assert text.index(text[place]) == place
+    assert ours.viasd[0].token_ids == text[: place + 1]
+    assert ours.viasd[0].stats.rounds == place // 7 + 1
 
 
 def test_stop_strings() -> None:
-    model = model_of("llama")
+    model = model_of("gemma3")
     written = tokenizer().decode(model.generate(**inputs(), max_new_tokens=N)[0, inputs()["input_ids"].shape[1] :])
     stop = next(written[i : i + 2] for i in range(5, 30) if written[i : i + 2].isascii())
     theirs = model.generate(**inputs(), max_new_tokens=N, stop_strings=[stop], tokenizer=tokenizer())
     assert theirs.shape[1] < inputs()["input_ids"].shape[1] + N
-    own = {"assistant_model": model, "viasd_gamma": 6}
+    own = {"assistant_model": model, "viasd_gamma": 6, **FIXED}
     criteria = [StopStringCriteria(tokenizer(), [stop])]
     as_callable = model.generate(
         **inputs(), max_new_tokens=N, stopping_criteria=criteria, custom_generate=viasd.hf.generate, **own
@@ -196,7 +202,7 @@ def test_stopping_criteria_are_asked_after_every_token(tokens: int) -> None:
     model = model_of("llama")
     for scores in (False, True):
         told = []
-        for own in ({}, {"custom_generate": viasd.hf.generate, "assistant_model": model, "viasd_gamma": 4}):
+        for own in ({}, {"custom_generate": viasd.hf.generate, "assistant_model": model, "viasd_gamma": 4, **FIXED}):
             criterion = AfterTokens(tokens)
             out = model.generate(
                 **inputs(),
@@ -214,12 +220,12 @@ def test_stopping_criteria_are_asked_after_every_token(tokens: int) -> None:
 
 def test_max_time_ends_the_answer() -> None:
     ours = model_of("llama").generate(
-        **inputs(), max_new_tokens=400, max_time=1e-9, custom_generate=viasd.hf.generate, viasd_gamma=4
+        **inputs(), max_new_tokens=400, max_time=1e-9, custom_generate=viasd.hf.generate, **FIXED
     )
     assert ours.shape[1] == inputs()["input_ids"].shape[1] + 1
 
 
-@pytest.mark.parametrize("own", [{}, {"assistant_model": "self", "viasd_mask": "even:0.25"}])
+@pytest.mark.parametrize("own", [FIXED, {"assistant_model": "self", "viasd_mask": "even:0.25"}])
 def test_a_streamer_sees_the_same_calls(own: dict[str, Any]) -> None:
     model = model_of("gemma3")
     theirs, ours = Recorder(), Recorder()
@@ -232,7 +238,7 @@ def test_a_streamer_sees_the_same_calls(own: dict[str, Any]) -> None:
     assert "".join(text) == tokenizer().decode(out[0, inputs()["input_ids"].shape[1] :])
 
 
-@pytest.mark.parametrize("own", [{}, {"viasd_mask": "even:0.3", "assistant_model": "self"}])
+@pytest.mark.parametrize("own", [FIXED, {"viasd_mask": "even:0.3", "assistant_model": "self"}])
 def test_scores_and_logits(own: dict[str, Any]) -> None:
     model = model_of("llama")
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -272,7 +278,7 @@ class Counting(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("own", [{}, {"viasd_mask": "even:0.25", "assistant_model": "self"}])
+@pytest.mark.parametrize("own", [FIXED, {"viasd_mask": "even:0.25", "assistant_model": "self"}])
 def test_a_processor_with_a_memory_sees_each_token_once(own: dict[str, Any]) -> None:
     model = model_of("llama")
     first, second = Counting(), Counting()

@@ -111,7 +111,7 @@ def test_a_drafter_that_knows_none_of_the_words_allowed() -> None:
         max_new_tokens=12,
         do_sample=True,
         assistant_model=drafter,
-        prefix_allowed_tokens_fn=lambda row, ids: list(range(300, 320)),
+        suppress_tokens=list(range(300)),
         tokenizer=tokenizer(),
         assistant_tokenizer=tokenizer(),
         return_dict_in_generate=True,
