@@ -86,6 +86,8 @@ def run(argv: list[str]) -> int:
     screen = Screen(quiet=bool(args.quiet), color=False)
     # Whatever libraries print must not end up in the output.
     with contextlib.redirect_stdout(sys.stderr):
+        from safetensors import SafetensorError
+
         from viasd.shipped import find_mask
         from viasd.slimmed import check_expressible, slimmed
 
@@ -101,7 +103,10 @@ def run(argv: list[str]) -> int:
         slim = slimmed(loaded.target, mask, vocabulary_size(loaded.target_tokenizer, rows), heads)
         said = _provenance(mask, heads, loaded, slim)
         with folder_atomically(output, OptionError) as folder:
-            slim.model.save_pretrained(folder)
+            try:
+                slim.model.save_pretrained(folder)
+            except SafetensorError as failure:  # such as a disk that is full
+                raise OptionError(f"can't write {output}: {failure}") from failure
             loaded.target_tokenizer.save_pretrained(folder)
             (folder / PROVENANCE).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
             size = sum(path.stat().st_size for path in folder.iterdir())

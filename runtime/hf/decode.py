@@ -25,7 +25,7 @@ from viasd.runtime.hf.caller import given_to_generate
 from viasd.runtime.hf.options import Own, configured, pair_of, room_of, slim_mask
 from viasd.runtime.hf.prepared import PreparedSampler, of_row
 from viasd.runtime.hf.refusals import check_arguments, check_batch, check_settings, left_padding
-from viasd.runtime.hf.rows import RowSession, Wanted, end_tokens
+from viasd.runtime.hf.rows import Answer, RowSession, Wanted, end_tokens
 from viasd.runtime.metrics import Counters
 from viasd.runtime.result import Result, describe_loss
 from viasd.shipped import resolve_heads
@@ -132,8 +132,8 @@ def generate(
         scores=bool(returned and generation_config.output_scores),
         logits=bool(returned and generation_config.output_logits),
     )
-    sessions: list[RowSession] = []
-    results: list[Result] = []
+    answers: list[Answer] = []
+    guard = None  # learns over all rows
     for row, spare in enumerate(padding):
         ids = input_ids[row : row + 1]
         mine = of_row(logits_processor, row, len(padding), generation_config.num_return_sequences or 1)
@@ -150,22 +150,23 @@ def generate(
             sampler,
             mask=mask,
             heads=heads,
-            guard=sessions[0].guard if sessions else None,
+            guard=guard,
         )
-        results.append(session.run())
-        sessions.append(session)
+        answers.append(session.run())
+        guard = session.guard
     if streamer is not None:
         streamer.end()
+    results = [answer.result for answer in answers]
     _tell(results, alpha_of(config.decoding), greedy=config.sampling.greedy)
     # Without a padding token all rows are equally long: `check_batch` has seen to that.
     pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
-    sequences = _sequences(sessions, pad)
+    sequences = _sequences(answers, pad)
     if not returned:
         return sequences
     output = GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=_steps([s.scores for s in sessions], pad) if wanted.scores else None,
-        logits=_steps([s.logits for s in sessions], pad) if wanted.logits else None,
+        scores=_steps([a.scores for a in answers], pad) if wanted.scores else None,
+        logits=_steps([a.logits for a in answers], pad) if wanted.logits else None,
     )
     output.viasd = results
     return output
@@ -201,7 +202,7 @@ def _tell(results: Sequence[Result], alpha: float, *, greedy: bool) -> None:
     warnings.warn(f"viasd.hf.generate: {loss}", LossyWarning, stacklevel=2)
 
 
-def _sequences(rows: Sequence[RowSession], pad: int) -> Tensor:
+def _sequences(rows: Sequence[Answer], pad: int) -> Tensor:
     """The rows with their answers, ``[B, m]``, padded behind."""
     longest = max(row.ids.shape[1] for row in rows)
     return torch.cat([nn.functional.pad(row.ids, (0, longest - row.ids.shape[1]), value=pad) for row in rows])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,22 @@ class Wanted:
     logits: bool
 
 
+class Answer(NamedTuple):
+    """What became of a row.
+
+    Attributes:
+        ids: The row and its answer, ``[1, m]``.
+        scores: A row ``[V]`` per token of the answer, where wanted; else empty.
+        logits: Likewise.
+        result: How it came about.
+    """
+
+    ids: Tensor
+    scores: list[Tensor]
+    logits: list[Tensor]
+    result: Result
+
+
 def end_tokens(criteria: Sequence[Any]) -> frozenset[int]:
     """The end-of-sequence tokens that the stopping criteria know."""
     found = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
@@ -57,11 +73,6 @@ class RowSession(Session):
         mask: Layers of the slim verifier, or None.
         heads: Light heads, or None.
         guard: See `Session`.
-
-    Attributes:
-        ids: The row and its answer so far.
-        scores: A row ``[V]`` per token, where wanted.
-        logits: Likewise.
     """
 
     def __init__(
@@ -78,19 +89,19 @@ class RowSession(Session):
         guard: Guard | None,
     ) -> None:
         super().__init__(pair, ids[0, padding:].tolist(), config, mask=mask, heads=heads, guard=guard, sampler=sampler)
-        self.ids = ids
-        self.scores: list[Tensor] = []
-        self.logits: list[Tensor] = []
+        self._ids = ids
+        self._scores: list[Tensor] = []
+        self._logits: list[Tensor] = []
         self._wanted = wanted
         self._prepared = sampler
         self._length = ids.shape[1] + config.max_new_tokens
 
-    def run(self) -> Result:
+    def run(self) -> Answer:
         """Decodes to the end."""
         for _ in self:
             pass
         assert self.result is not None
-        return self.result
+        return Answer(self._ids, self._scores, self._logits, self.result)
 
     def _take(self, emission: Emission) -> tuple[int, bool]:
         """Shows each token to the processors, the criteria and the streamer, as if it had been decoded alone."""
@@ -101,23 +112,23 @@ class RowSession(Session):
         return taken, ended
 
     def _shown(self, emission: Emission) -> tuple[int, bool]:
-        wanted, place = self._wanted, self.ids.device
+        wanted, place = self._wanted, self._ids.device
         for i, token in enumerate(emission.tokens):
             if wanted.logits or wanted.scores or self._prepared.keeps_state:
                 raw = emission.logits[i : i + 1].to(place, copy=True)
                 if wanted.logits:
-                    self.logits.append(raw[0])
+                    self._logits.append(raw[0])
                 if wanted.scores or self._prepared.keeps_state:
-                    scores = self._prepared.shown(self.ids, raw)
-                    self.scores += [scores[0]] if wanted.scores else []
+                    scores = self._prepared.shown(self._ids, raw)
+                    self._scores += [scores[0]] if wanted.scores else []
             chosen = torch.tensor([token], device=place)
-            self.ids = torch.cat([self.ids, chosen[None]], dim=1)
+            self._ids = torch.cat([self._ids, chosen[None]], dim=1)
             ended = bool(
-                wanted.criteria(self.ids, tuple(s[None] for s in self.scores) if wanted.scores else None).all()
+                wanted.criteria(self._ids, tuple(s[None] for s in self._scores) if wanted.scores else None).all()
             )
             if wanted.streamer is not None:
                 wanted.streamer.put(chosen.cpu())
             if ended:
-                known = token in self.pair.eos_ids or self.ids.shape[1] == self._length
+                known = token in self.pair.eos_ids or self._ids.shape[1] == self._length
                 return i + 1, not known  # of these ends the session knows the reason
         return len(emission.tokens), False

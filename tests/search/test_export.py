@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_stitches import stitches_of
 from tiny import prompt_ids, tokenizer
 from tiny_checkpoints import tiny_llama, write_llama_gguf
 from torch import Tensor
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import viasd
 import viasd.search.cli as cli
 from viasd.heads import LightHeads
+from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
 from viasd.mask import LayerMask
 from viasd.probe import load_layered
@@ -26,6 +26,8 @@ from viasd.runtime.assembly import headed
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
 from viasd.search import export
+from viasd.stitch import Stitch
+from viasd.stitches import Stitches
 from viasd.testing import tiny_model
 
 # Gaps of one and of two layers; Gemma2's and Qwen2's kinds of attention no longer alternate as they did.
@@ -155,7 +157,8 @@ def test_a_prefix_with_a_light_head(tied: bool, here: Path, capsys: Any) -> None
 def test_stitches_are_refused_or_left_out(here: Path, capsys: Any) -> None:
     model, target = saved(here)
     layered = load_layered(model)
-    LayerMask(KEEP, "stitched", stitches=stitches_of(layered)).save("mask.json")
+    maps = {3: Stitch((torch.eye(32) * 0.1,), torch.ones(32))}
+    LayerMask(KEEP, "stitched", stitches=Stitches(maps, ModelIdentity.of(layered, "tiny"), KEEP)).save("mask.json")
     run("mask.json", "--target", target, "--output", "slim", code=2)
     assert "has stitches, which no decoder layer can express" in capsys.readouterr().err
     run("mask.json", "--target", target, "--output", "slim", "--dtype", "float32", "--without-stitches")
