@@ -24,6 +24,7 @@ from viasd.runtime.gates import Gate, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
 from viasd.runtime.metrics import Counters
 from viasd.runtime.names import EXITING, MASKED
+from viasd.runtime.readouts import FULL, SLIM, Readouts, describe_readouts, scored_with, settle_readouts
 from viasd.runtime.result import Result, describe_loss
 from viasd.runtime.strategies import Emission, Strategy, Workbench
 from viasd.runtime.target import Target, TieredTarget
@@ -34,20 +35,34 @@ from viasd.sampling import Sampler
 DEFAULT_MAX_DISAGREEMENT = 0.02
 
 
-class Event(NamedTuple):
-    """A piece of an answer as it is made.
+class _Piece(NamedTuple):
+    text: str
+    token_ids: list[int]
+    tier: str
+    stats: Counters
+
+
+class Event(_Piece):
+    """A piece of an answer as it is made; unpacks as ``text, token_ids, tier, stats``.
 
     Attributes:
         text: Text delta; empty while a character is incomplete or a stop string may be beginning.
         token_ids: The tokens it covers.
         tier: Where the last of them came from.
         stats: The running counts (the same object throughout; it changes as the answer goes on).
+        selected_layers: Of these tokens; see `Result`.
     """
 
-    text: str
-    token_ids: list[int]
-    tier: str
-    stats: Counters
+    selected_layers: Sequence[int | None] = ()
+
+    @classmethod
+    def of(
+        cls, text: str, token_ids: list[int], tier: str, stats: Counters, selected_layers: Sequence[int | None]
+    ) -> Event:
+        """An event of all its parts."""
+        event = cls(text, token_ids, tier, stats)
+        event.selected_layers = selected_layers
+        return event
 
 
 @dataclass(frozen=True)
@@ -194,8 +209,19 @@ class Session:
             )
         self._sampler = Sampler(config.sampling, config.processors)
         self._draws = draws or SeededDraws(self.seed)
-        slim = self.plan.strategy in ("cascade", "slim")
-        self._target = TieredTarget(pair.target, mask.route if slim and mask is not None else None, self.counters)
+        slim = mask.route if mask is not None and self.plan.strategy in ("cascade", "slim") else None
+        self.readouts = settle_readouts(config.decoding, self.plan, mask)
+        n_slim = None if slim is None else len(slim.layers)
+        self.notes += describe_readouts(self.readouts, pair.target.n_layers, n_slim)
+        full_readout, slim_readout = self.readouts.bind(pair, None if slim is None else slim.layers, self.seed)
+        self._target = TieredTarget(
+            pair.target,
+            slim,
+            self.counters,
+            full_readout=full_readout,
+            slim_readout=slim_readout,
+            log_every=config.decoding.readout_log,
+        )
         self.guard = guard
         bench = Workbench(self._target, self._sampler, self._draws, self.counters)
         stops = frozenset() if config.ignore_eos else pair.eos_ids
@@ -218,6 +244,7 @@ class Session:
         steps = rounds(self._strategy, self._target, self._drafter, self._sampler, tokens, ending, counters)
         produced: list[int] = []
         tiers: list[str] = []
+        layers: list[int | None] = []
         text = ""
         reason: str | None = None
         complete = False
@@ -230,12 +257,15 @@ class Session:
                 pieces = self._pieces
                 produced += emission.tokens
                 tiers += emission.tiers
+                chosen = self._chosen(emission)
+                layers += chosen
                 self._count(emission)
                 text += "".join(piece.text for piece in pieces)
                 position = 0
                 for piece in pieces:
                     end = position + piece.tokens
-                    yield Event(piece.text, emission.tokens[position:end], emission.tiers[end - 1], counters)
+                    here = slice(position, end)
+                    yield Event.of(piece.text, emission.tokens[here], emission.tiers[end - 1], counters, chosen[here])
                     position = end
             rest = self._text.finish()
             text += rest
@@ -246,7 +276,7 @@ class Session:
             if not complete:
                 # Interrupted: what a stop string or a character might have needed belongs to the answer now.
                 text += self._text.finish()
-            self.result = self._finish(text, produced, tiers, reason or "interrupted")
+            self.result = self._finish(text, produced, tiers, layers, reason or "interrupted")
 
     def _take(self, tokens: list[int]) -> tuple[int, bool]:
         """A round's tokens as text, up to the one that completes a stop string."""
@@ -257,13 +287,17 @@ class Session:
         config = self.config.decoding
         chosen = settle_plan(config, has_mask=self.mask is not None)
         if chosen.strategy == "cascade" and config.tiers == "auto" and self.mask is not None:
-            refusal = recorded_refusal(self.pair, self.mask, config)
+            readouts = settle_readouts(config, chosen, self.mask)
+            refusal = recorded_refusal(self.pair, self.mask, config, readouts)
             if refusal is None:
-                report = measure_tiers(self.pair, self.mask, config, chosen.mode, greedy=self.config.sampling.greedy)
+                greedy = self.config.sampling.greedy
+                report = measure_tiers(self.pair, self.mask, config, chosen.mode, greedy=greedy, readouts=readouts)
                 refusal = None if report.keeps_slim else report.sentence()
                 self.notes += [report.sentence()] if report.keeps_slim else []
             if refusal is not None:
                 self.notes.append(refusal)
+                if readouts.slim is not None:
+                    self.notes.append("the slim verifier's readout is left out with it")
                 mode = "lossless" if chosen.mode == "via" else chosen.mode
                 return replace(chosen, strategy="sd", mode=mode)
         if chosen.reason:
@@ -304,13 +338,27 @@ class Session:
             and self.mask.pair == self.pair.name
             and (self.pair.drafter_kind != "self" or config.decoding.self_skip == SELF_SKIP)
             and not self._mask_warning
+            and self.readouts == Readouts(None, scored_with(self.mask))
         )
         if not fitting:
             self.notes.append(
                 "the guard starts without the mask's coefficients, which were fitted for another pair, temperature, "
-                "thresholds or self_skip; until it has learnt, every token is checked"
+                "thresholds, readout or self_skip; until it has learnt, every token is checked"
             )
         return start if fitting else None
+
+    def _chosen(self, emission: Emission) -> list[int | None]:
+        """The layers that an emission's tokens were read out from; counts them."""
+        if self.readouts.full is None and self.readouts.slim is None:
+            return []
+        tier = SLIM if self.readouts.full is None else FULL
+        found = self._target.chosen(tier, len(self.prompt) + self.counters.emitted, len(emission.tokens))
+        if tier == FULL:
+            found[: emission.unseen] = [None] * emission.unseen
+        for choice in found:
+            if choice is not None:
+                self.counters.readout.emitted(choice.depth)
+        return [None if choice is None else choice.layer for choice in found]
 
     def _count(self, emission: Emission) -> None:
         counters = self.counters
@@ -337,9 +385,13 @@ class Session:
             parts = counters.seconds_by_tier
             parts["loop"] = max(0.0, counters.seconds - sum(s for part, s in parts.items() if part != "loop"))
 
-    def _finish(self, text: str, produced: list[int], tiers: list[str], reason: str) -> Result:
-        alpha = alpha_of(self.config.decoding)
-        loss = describe_loss(self.plan.mode, self.counters, self.plan.lossless, alpha, greedy=self._sampler.greedy)
+    def _finish(
+        self, text: str, produced: list[int], tiers: list[str], layers: list[int | None], reason: str
+    ) -> Result:
+        alpha, plan, readout = alpha_of(self.config.decoding), self.plan, self.readouts.full
+        loss = describe_loss(
+            plan.mode, self.counters, plan.lossless, alpha, greedy=self._sampler.greedy, readout=readout
+        )
         return Result(
             text=text,
             token_ids=produced,
@@ -358,6 +410,8 @@ class Session:
             device=self.pair.device,
             notes=[*self.notes, *([] if self.plan.lossless else [loss])],
             loss=loss,
+            readouts=self.readouts,
+            selected_layers=layers,
         )
 
 

@@ -4,9 +4,9 @@ Every layer runs. The row that is handed on comes from the near-final layer at t
 the last layer one goes to shallower ones as long as the entropy of the raw row strictly decreases. `viasd.selecting` does
 this with a model; which tiers may use it is `viasd.runtime.readouts`.
 
-The authors' code differs from the paper's words in four ways, which `reference_compat` reproduces: a window of 10 allows 9 moves
-(it counts the last layer); a ratio is applied twice (to the layers, and again to the candidates that gives); with neither
-given nothing moves, and no word is said; a fixed layer outside the window becomes the window's end.
+The authors' code differs from the paper's words in four ways, which `reference_compat` reproduces: a window of 10 allows 9
+moves (it counts the last layer); a ratio is applied twice (to the layers, and again to the candidates that gives); with
+neither given nothing moves, and no word is said; a fixed layer outside the window becomes the window's end.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ConfidentConfig:
     """How a row is chosen.
 
     Attributes:
-        method: ``trough`` takes the valley; ``trough-m1``, ``-m2`` one and two layers shallower than it, ``trough-p1``, ``-p2``
-            deeper, inside the window; ``last-m1``, ``-m2``, ``-m4``, ``-m8`` a fixed layer before the last, whatever the
-            entropies.
+        method: ``trough`` takes the valley; ``trough-m1``, ``-m2`` one and two layers shallower than it, ``trough-p1``,
+            ``-p2`` deeper, inside the window; ``last-m1``, ``-m2``, ``-m4``, ``-m8`` a fixed layer before the last,
+            whatever the entropies.
         p: Share of the tokens that are read out this way, in ``[0, 1]``; the others take the last layer.
         max_backtrack_layers: Above 0, how many layers one may step back; below 0, any number; 0 leaves it to
             `backtrack_ratio`. None is 0 where there is a ratio, else `BACKTRACK`; with `reference_compat` it is 0.
@@ -160,7 +160,12 @@ class ConfidentConfig:
         Raises:
             OptionError: If it is something else.
         """
-        kinds = {"method": str, "p": (int, float), "max_backtrack_layers": int, "backtrack_ratio": (int, float)}
+        kinds: dict[str, Any] = {
+            "method": str,
+            "p": (int, float),
+            "max_backtrack_layers": int,
+            "backtrack_ratio": (int, float),
+        }
         if not isinstance(data, dict) or set(data) != {*kinds, "reference_compat"}:
             raise OptionError(f"expected method, p, window and reference_compat of a readout, but got {data!r:.200}")
         for name, kind in kinds.items():
