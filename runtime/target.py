@@ -153,7 +153,7 @@ class TieredTarget:
                 choices.popitem()
 
     def chosen(self, tier: str, first: int, tokens: int) -> list[Choice | None]:
-        """Where the rows were read out that decided so many tokens from position `first` on; None where this tier has none."""
+        """Where the rows were read out that decided so many tokens from position `first` on; None where there was none."""
         choices = self.choices[tier]
         return [choices.get(first + i - 1) for i in range(tokens)]
 
