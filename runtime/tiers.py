@@ -242,7 +242,7 @@ def _cascade_seconds(
     return (gamma * seconds["drafter"] + seconds["slim"] + seconds["escalation"]) / emitted
 
 
-def _write(pair: Pair, prompt: list[int], readout: ConfidentReadout | None) -> tuple[list[int], int, Tensor]:
+def _write(pair: Pair, prompt: list[int], readout: ConfidentReadout | None = None) -> tuple[list[int], int, Tensor]:
     """Greedy text of the target: all tokens, where its own begin, and q's log-probs ``[n, V]`` of the written ones."""
     target = TieredTarget(pair.target, None, Counters(), full_readout=readout)
     tokens = list(prompt)
