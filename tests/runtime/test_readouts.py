@@ -192,7 +192,7 @@ def confident_target(p: float, seed: int, route: Route | None = None) -> TieredT
 def test_the_law_above_temperature_0_is_exactly_the_confident_targets(strategy: str, p: float) -> None:
     sampling, route = SamplingConfig(temperature=1.0), Route.of([1, 0, 1, 1, 1])
     laws = []
-    for seed in (1, 5):
+    for seed in (1, 4):
         target = confident_target(p, seed, route if strategy == "chain" else None)
         table = confident_target(p, seed)
 
