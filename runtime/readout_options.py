@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from viasd.runtime.readouts import READOUT_TIERS, READOUTS
 
 
-def add_readout_options(group: Any) -> None:
-    """Adds those that say from which of the last layers rows are read out; each is None when not given."""
+def add_readout_options(group: Any, names: Sequence[str] = READOUTS) -> None:
+    """Adds those that say from which of the last layers rows are read out; each is None when not given.
+
+    Args:
+        group: Of the parser.
+        names: What ``--readout`` takes.
+    """
     group.add_argument(
         "--readout",
-        choices=READOUTS,
+        choices=names,
         metavar="NAME",
-        help=f"which of the last layers a row is read out from, by its entropy: {', '.join(READOUTS)}",
+        help=f"which of the last layers a row is read out from, by its entropy: {', '.join(names)}",
     )
     group.add_argument(
         "--backtrack-layers",
