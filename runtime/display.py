@@ -84,7 +84,7 @@ class Screen:
             return
         if self.out.is_terminal:
             text = clean(text)
-            style = f"{STYLES.get(tier, '')} {shade(depth)}".strip()
+            style = f"{STYLES.get(tier, '')} {shade(depth, greys=self.out.color_system != 'standard')}".strip()
             self.out.out(text, style=style or None, end="", highlight=False)
         else:
             self.out.file.write(text)
@@ -111,8 +111,10 @@ class Screen:
             return
         self._shades_shown = True
         line = Text("shades: layers before the last, where a token was read out ", style="dim")
-        for depth, style in SHADES.items():
-            line.append(f" {depth}{'+' if depth == max(SHADES) else ''} ", style=style)
+        greys = self.out.color_system != "standard"
+        for depth in SHADES if greys else [1]:
+            more = "+" if depth == max(SHADES) or not greys else ""
+            line.append(f" {depth}{more} ", style=shade(depth, greys=greys))
         self.err.print(line, soft_wrap=True)
 
     def mask(self, mask: LayerMask, *, always: bool = False) -> None:
@@ -212,8 +214,10 @@ def moves(stats: Counters) -> str:
     )
 
 
-def shade(depth: int) -> str:
-    """Style of text that was read out so many layers before the last."""
+def shade(depth: int, *, greys: bool = True) -> str:
+    """Style of text that was read out so many layers before the last; 16 colours have no greys to tell apart."""
+    if not greys:
+        return "underline" if depth else ""
     return next((style for least, style in reversed(SHADES.items()) if depth >= least), "")
 
 
