@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -199,7 +200,7 @@ def test_coins_depend_on_seed_and_position_alone_and_come_up_at_rate_p() -> None
     coins = Coins(7, 0.3)
     tossed = [coins[i] for i in range(20000)]
     assert abs(sum(tossed) / 20000 - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 20000)
-    same = sum(a == b for a, b in zip(tossed, tossed[1:], strict=False))  # neighbours know nothing of each other
+    same = sum(a == b for a, b in pairwise(tossed))  # neighbours know nothing of each other
     assert abs(same / 19999 - (0.3**2 + 0.7**2)) < 0.02
     assert [coins[i] for i in reversed(range(50))] == tossed[:50][::-1]
     assert [Coins(8, 0.3)[i] for i in range(200)] != tossed[:200]
