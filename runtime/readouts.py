@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from viasd.runtime.names import EXITING, SLIM_TIERED
 if TYPE_CHECKING:
     from viasd.mask import LayerMask
     from viasd.pair import Pair
+    from viasd.routes import Route
     from viasd.runtime.config import DecodingConfig, Plan
     from viasd.selecting import Chosen, ConfidentReadout
 
@@ -59,13 +59,13 @@ class Readouts:
         return [None if config is None else config.as_json() for config in (self.full, self.slim)]
 
     def bind(
-        self, pair: Pair, slim_layers: Sequence[int] | None, seed: int
+        self, pair: Pair, route: Route | None, seed: int
     ) -> tuple[ConfidentReadout | None, ConfidentReadout | None]:
         """Both at work on a pair's target.
 
         Args:
             pair: The pair.
-            slim_layers: Layers that the slim verifier runs, None without one.
+            route: Of the slim verifier, None without one.
             seed: Of the request.
 
         Raises:
@@ -75,10 +75,9 @@ class Readouts:
 
         model = pair.target
         full = None if self.full is None else ConfidentReadout(model, self.full, range(model.n_layers), seed)
-        slim = self.slim
-        if slim is None or slim_layers is None:
+        if self.slim is None or route is None:
             return full, None
-        return full, ConfidentReadout(model, slim, slim_layers, seed)
+        return full, ConfidentReadout(model, self.slim, route.layers, seed, route.stitches)
 
 
 def check_readout(config: DecodingConfig) -> None:

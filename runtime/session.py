@@ -213,7 +213,7 @@ class Session:
         self.readouts = settle_readouts(config.decoding, self.plan, mask)
         n_slim = None if slim is None else len(slim.layers)
         self.notes += describe_readouts(self.readouts, pair.target.n_layers, n_slim)
-        full_readout, slim_readout = self.readouts.bind(pair, None if slim is None else slim.layers, self.seed)
+        full_readout, slim_readout = self.readouts.bind(pair, slim, self.seed)
         self._target = TieredTarget(
             pair.target,
             slim,

@@ -185,7 +185,7 @@ def _stitched(mask: LayerMask) -> str | None:
 
 
 def _accepted(pair: Pair, mask: LayerMask, config: DecodingConfig, greedy: bool, readouts: Readouts) -> _Acceptance:
-    full_readout, slim_readout = readouts.bind(pair, mask.route.layers, _SEED)
+    full_readout, slim_readout = readouts.bind(pair, mask.route, _SEED)
     gamma, thresholds = config.gamma, thresholds_of(config)
     stages: dict[str, list[Tensor]] = {name: [] for name in _STAGES}
     costs: dict[str, list[Tensor]] = {name: [] for name in _STAGES}

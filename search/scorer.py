@@ -320,7 +320,7 @@ class Scorer:
         """What a route says at the scored positions of a group; `own` takes its last layer whatever the readout."""
         readout = None
         if self.readout is not None and route.readout is None and not own:
-            readout = ConfidentReadout(self.model, self.readout, route.layers)
+            readout = ConfidentReadout(self.model, self.readout, route.layers, stitches=route.stitches)
         plain = route.readout or self.model.readout
         capture = () if readout is None else readout.capture
         first = route.first_gap

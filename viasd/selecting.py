@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,8 @@ class ConfidentReadout:
         config: How rows are chosen.
         layers: Indices of the layers that the path runs, ascending; the candidates are the last of them.
         seed: Of the request, for `p`.
+        stitches: Of the path: what a state goes through before the layer of that index, and here before it is read out. (The
+            last layer's is taken to be stitched already.)
 
     Raises:
         OptionError: If a fixed method names a layer outside the window.
@@ -62,11 +64,19 @@ class ConfidentReadout:
         capture: Layers whose input has to be captured (`LayeredModel.run`): what leaves the candidates but the last.
     """
 
-    def __init__(self, model: LayeredModel, config: ConfidentConfig, layers: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: LayeredModel,
+        config: ConfidentConfig,
+        layers: Sequence[int],
+        seed: int = 0,
+        stitches: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
         self.config = config
         self.layers = tuple(layers)
         self.window = config.window(len(self.layers))
         self._model = model
+        self._stitches = stitches or {}
         self._coins = Coins(seed, config.p)
         self._fixed = None if config.fixed is None else config.fixed_depth(self.layers, model.n_layers)
         deepest = self.window.candidates - 1 if self._fixed is None else self._fixed
@@ -83,7 +93,7 @@ class ConfidentReadout:
         """
         n = last.shape[1]
         rows = [row for row in range(n) if self._coins[start + row]] if self.capture else []
-        reading = _Reading(self._model, last, [captured[layer].to(last.device) for layer in self.capture])
+        reading = _Reading(self._model, last, [self._entering(layer, captured[layer]) for layer in self.capture])
         depths, margins = [0] * n, [math.inf] * n
         if self._fixed is not None:
             chosen = [self._fixed] * len(rows)
@@ -99,6 +109,9 @@ class ConfidentReadout:
         logits = reading.gathered(depths)
         return Chosen(logits, [self.layers[-1 - depth] for depth in depths], depths, margins, reading.read)
 
+    def _entering(self, layer: int, state: Tensor) -> Tensor:
+        return self._stitches[layer](state) if layer in self._stitches else state
+
 
 class _Reading:
     """The rows of one call, by depth, read out when they are first asked for.
@@ -111,7 +124,7 @@ class _Reading:
 
     def __init__(self, model: LayeredModel, last: Tensor, before: Sequence[Tensor]) -> None:
         self._model = model
-        self._states = [last, *before]
+        self._states = [last, *(state.to(last.device) for state in before)]
         self._n = last.shape[1]
         self._found: dict[int, list[tuple[list[int], Tensor]]] = {}  # rows and their logits, by depth
         self.read = 0

@@ -12,6 +12,7 @@ from laws import PROMPT, decoded_law, largest_error, target_law
 from tiny import LOSSLESS, LOSSY, TEXT, Counting, generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer
 
 import viasd
+from viasd.attention import Segment
 from viasd.confident import Coins, ConfidentConfig
 from viasd.errors import MaskError, OptionError
 from viasd.identity import ModelIdentity
@@ -21,7 +22,7 @@ from viasd.routes import Route
 from viasd.runtime.check import compare_with_plain
 from viasd.runtime.config import DecodingConfig
 from viasd.runtime.metrics import Counters
-from viasd.runtime.readouts import OWN_TARGET
+from viasd.runtime.readouts import OWN_TARGET, Readouts
 from viasd.runtime.strategies import ChainedCascade, Plain, SpeculativeDecoding
 from viasd.runtime.target import TieredTarget
 from viasd.sampling import SamplingConfig
@@ -286,6 +287,23 @@ def test_slim_candidates_are_the_last_layers_that_the_route_runs() -> None:
     shorter = TieredTarget(model, Route.of([1, 1, 1, 0, 1, 0, 0, 0]), Counters())
     shorter.prefill(ids[:10])
     torch.testing.assert_close(rows, shorter.slim(ids[:15], 5), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_slim_candidates_are_stitched_as_what_enters_the_next_layer() -> None:
+    model, ids = load_layered(model_of("llama")), prompt_ids()
+    maps = {4: lambda h: h * 1.5, 7: lambda h: h - 0.3}
+    route = Route((True, True, True, False, True, False, False, True), stitches=maps)  # type: ignore[arg-type]
+    _, readout = Readouts(None, ConfidentConfig("last-m1")).bind(pair_of("llama"), route, 0)
+    target = TieredTarget(model, route, Counters(), slim_readout=readout)
+    target.prefill(ids[:10])
+    rows = target.slim(ids[:15], 5)
+    by_hand = TieredTarget(model, None, Counters())
+    by_hand.prefill(ids[:10])
+    kv = by_hand.kv
+    hidden, _ = model.run(model.embed(ids[10:15]), [0, 1, 2], model.step([Segment(kv, 10, 5)]))
+    hidden, _ = model.run(maps[4](hidden), [4], model.step([Segment(kv, 10, 5)]))
+    torch.testing.assert_close(rows, model.readout(maps[7](hidden)), rtol=1e-4, atol=1e-4)
 
 
 def test_slim_alone_reads_out_as_it_is_told() -> None:

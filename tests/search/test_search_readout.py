@@ -47,7 +47,7 @@ READOUTS = [
 def test_scores_are_those_of_the_runtimes_own_slim_passes(route: Route, readout: ConfidentConfig) -> None:
     pair = pair_of("llama")
     scorer = Scorer(pair.target, PASSAGES, block=BLOCK, readout=readout)
-    _, slim_readout = Readouts(None, readout).bind(pair, route.layers, 0)
+    _, slim_readout = Readouts(None, readout).bind(pair, route, 0)
     costs, said = [], []
     with torch.inference_mode():
         blocks = list(scorer.blocks(route))
