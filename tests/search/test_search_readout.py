@@ -17,11 +17,13 @@ from viasd.errors import OptionError
 from viasd.heads import LightHeads
 from viasd.routes import Route
 from viasd.runtime.assembly import bound_heads
+from viasd.runtime.config import SELF_SKIP
 from viasd.runtime.readouts import Readouts
 from viasd.runtime.tiers import _block_rows
 from viasd.search import cli
 from viasd.search.calibration import Passage
 from viasd.search.config import SearchConfig
+from viasd.search.guardfit import _TeacherForced
 from viasd.search.scorer import Scorer
 
 BLOCK = 6
@@ -70,6 +72,18 @@ def test_scores_are_those_of_the_runtimes_own_slim_passes(route: Route, readout:
     with torch.inference_mode():
         for one, other in zip(scorer.blocks(route, own=True), own.blocks(route), strict=True):
             assert torch.equal(one.logits, other.logits)
+
+
+def test_the_guard_is_fitted_to_a_self_drafter_that_reads_out_its_last_layer() -> None:
+    pair, route = pair_of("llama", "self"), ROUTES[0]
+    scorer = Scorer(pair.target, PASSAGES, block=BLOCK, readout=READOUTS[0])
+    own = Scorer(pair.target, PASSAGES, block=BLOCK)
+    with torch.inference_mode():
+        drafter, drafted = _TeacherForced(pair, scorer, route), []
+        for block in scorer.blocks(route):
+            drafted += [draft.tokens[0] for _, draft in sorted(drafter.of(block).items())]
+        said = torch.cat([b.logits.argmax(-1) for b in own.blocks(route.thinned(SELF_SKIP))])
+    assert drafted == said.tolist()
 
 
 def test_private_keys_are_scored_with_the_readout_too() -> None:
