@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from viasd.attention import Segment
 from viasd.errors import OptionError
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.runtime.metrics import Counters
+from viasd.runtime.packed import Share, States, full_done, full_states, read_out, slim_done, slim_states
 from viasd.runtime.readouts import FULL, SLIM, ReadoutLog
-from viasd.selecting import Chosen, ConfidentReadout
+from viasd.selecting import Chosen, ConfidentReadout, Unread, read_together
 
 # A prompt is run in pieces of this many tokens, so that activations stay small however long it is.
 PREFILL_CHUNK = 1024
+_CPU_CHUNK = 256  # computes as fast there, and stalls others less where sequences share passes
+
+
+def prefill_chunk(device: torch.device) -> int:
+    """Tokens of a prompt that are run at a time."""
+    return min(PREFILL_CHUNK, _CPU_CHUNK) if device.type == "cpu" else PREFILL_CHUNK
 
 
 class Target(Protocol):
@@ -42,14 +48,19 @@ class Target(Protocol):
 
 
 class Stopwatch(AbstractContextManager[None]):
-    """Adds the time spent inside to one tier's seconds, waiting for the accelerator where there is one."""
+    """Adds the time spent inside to one tier's seconds. It can be used again and again, but not within itself.
 
-    def __init__(self, seconds: dict[str, float], tier: str, device: torch.device) -> None:
+    Args:
+        seconds: Seconds by tier.
+        tier: The tier.
+        device: Accelerator that is waited for at the end; None waits for none.
+    """
+
+    def __init__(self, seconds: dict[str, float], tier: str, device: torch.device | None) -> None:
         self._seconds = seconds
         self._tier = tier
-        self._wait: Callable[[], None] | None = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
-            device.type
-        )
+        waits = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
+        self._wait: Callable[[], None] | None = None if device is None else waits.get(device.type)
         self._start = 0.0
 
     def __enter__(self) -> None:
@@ -76,6 +87,7 @@ class TieredTarget:
         model: The target.
         route: Layers the slim path runs, or None where there is no slim tier.
         counters: Where calls, tokens fed and seconds are added up.
+        chunk: Tokens of a prompt that are run at a time; None is what suits the device.
         full_readout: Chooses the rows of the full path; None takes the last layer's.
         slim_readout: The same of the slim path.
         log_every: Passes from one line of the readouts' log to the next; None logs nothing.
@@ -90,6 +102,7 @@ class TieredTarget:
         model: LayeredModel,
         route: Route | None,
         counters: Counters,
+        chunk: int | None = None,
         *,
         full_readout: ConfidentReadout | None = None,
         slim_readout: ConfidentReadout | None = None,
@@ -99,50 +112,34 @@ class TieredTarget:
         self.route = route
         self.kv = model.new_kv()
         self.counters = counters
+        self.chunk = chunk or prefill_chunk(model.device)
+        self.readouts = {FULL: full_readout, SLIM: slim_readout}
         self.choices: dict[str, dict[int, Choice]] = {FULL: {}, SLIM: {}}
-        self._readouts = {FULL: full_readout, SLIM: slim_readout}
-        self._logs = {} if log_every is None else {tier: ReadoutLog(log_every, tier) for tier in self._readouts}
+        self._logs = {} if log_every is None else {tier: ReadoutLog(log_every, tier) for tier in self.readouts}
         # Of the states that the full readout looks at, those that lie in the shared prefix: the slim path computes them, and
         # a full pass that goes on from the boundary does not.
         shared = () if route is None or full_readout is None else full_readout.capture
-        self._shared = tuple(i for i in shared if route is not None and i < route.first_gap)
+        self._beside = tuple(i for i in shared if route is not None and i < route.first_gap)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Runs the full path over a prompt in pieces, without reading out any of it."""
-        with self._timed("prefill"):
-            for start in range(self.kv.full_len, len(tokens), PREFILL_CHUNK):
-                self._run_full(tokens[: start + PREFILL_CHUNK])
+        while self.kv.full_len < len(tokens):
+            with self._timed("prefill"):
+                run_full([Wanted(self, self.next_piece(tokens), 0)])
+
+    def next_piece(self, tokens: Sequence[int]) -> Sequence[int]:
+        """A prompt up to where its next piece ends."""
+        return tokens[: self.kv.full_len + self.chunk]
 
     def full(self, tokens: Sequence[int], rows: int) -> Tensor:
         """See `Target`. Starts at the full watermark and writes over whatever the slim path left above it."""
-        self.counters.full_calls += 1
         with self._timed("full"):
-            readout = self._readouts[FULL]
-            hidden, captured = self._run_full(tokens, () if readout is None else readout.capture)
-            return self._read_out(FULL, hidden, captured, len(tokens), rows, self.model.readout)
+            return run_full([Wanted(self, tokens, rows)])[0]
 
     def slim(self, tokens: Sequence[int], rows: int) -> Tensor:
         """See `Target`. Reads the full path's keys below the full watermark and its own above it."""
-        if self.route is None:
-            raise OptionError("a slim verifier needs a mask, but none was given; use --mask even:0.45 or a mask file")
-        self.counters.slim_calls += 1
         with self._timed("slim"):
-            kv, start = self.kv, self.kv.slim_len
-            resumed, readout = self.route.resumes_at, self._readouts[SLIM]
-            step = self.model.step([Segment(kv, start, len(tokens) - start)])
-            self.counters.slim_tokens_fed += len(tokens) - start
-            hidden, captured = self.model.run(
-                self.model.embed(tokens[start:]),
-                self.route.layers,
-                step,
-                capture=(resumed, *self._shared, *(() if readout is None else readout.capture)),
-                parts=self.route.parts,
-                stitches=self.route.stitches,
-            )
-            kv.boundary = _joined(kv.boundary, _beside(captured[resumed], [captured[i] for i in self._shared]))
-            kv.slim_len = len(tokens)
-            own = self.route.readout or self.model.readout
-            return self._read_out(SLIM, hidden, captured, len(tokens), rows, own)
+            return run_slim([Wanted(self, tokens, rows)])[0]
 
     def settle(self, tokens: Sequence[int]) -> None:
         """See `Target`."""
@@ -157,25 +154,16 @@ class TieredTarget:
         choices = self.choices[tier]
         return [choices.get(first + i - 1) for i in range(tokens)]
 
-    def _read_out(
-        self,
-        tier: str,
-        hidden: Tensor,
-        captured: Mapping[int, Tensor],
-        end: int,
-        rows: int,
-        last: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Raw logits ``[rows, V]`` of the last positions of a pass that ended at `end`."""
-        readout = self._readouts[tier]
-        if readout is None:
-            return last(hidden[:, -rows:])
-        seen = {i: captured[i][:, -rows:] for i in readout.capture}
-        chosen = readout(hidden[:, -rows:], seen, end - rows)
-        self._note(tier, readout, chosen, end - rows)
-        return chosen.logits
+    def share(self, tier: str, tokens: Sequence[int], rows: int) -> Share:
+        """What it has in a pass of a tier; a piece of a prompt (no rows) captures nothing."""
+        readout = self.readouts[tier]
+        return Share(self.kv, tokens, () if readout is None or not rows else readout.capture, self._beside)
 
-    def _note(self, tier: str, readout: ConfidentReadout, chosen: Chosen, start: int) -> None:
+    def note(self, tier: str, chosen: Chosen, start: int) -> None:
+        """Takes down where rows from position `start` on were read out."""
+        readout = self.readouts[tier]
+        if readout is None or not chosen.layers:
+            return
         found = zip(chosen.layers, chosen.depths, chosen.margins, strict=True)
         self.choices[tier].update((start + i, Choice(*choice)) for i, choice in enumerate(found))
         self.counters.readout.rows += len(chosen.layers)
@@ -183,39 +171,83 @@ class TieredTarget:
         if tier in self._logs:
             self._logs[tier].add(readout, chosen)
 
-    def _run_full(self, tokens: Sequence[int], capture: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """Hidden states ``[1, n, d]`` after the last layer of the positions the full path had not run, and captured ones."""
-        kv, model, end = self.kv, self.model, len(tokens)
-        kv.roll_back(end)
-        everything = range(model.n_layers)
-        step = model.step([Segment(kv, kv.full_len, end - kv.full_len)])
-        self.counters.full_tokens_fed += end - kv.full_len
-        if kv.boundary is None:
-            hidden, captured = model.run(model.embed(tokens[kv.full_len :]), everything, step, capture)
-        else:
-            # The slim path has computed the layers before the first gap for its positions; only newer ones need them.
-            assert self.route is not None
-            gap = self.route.first_gap
-            hidden, *shared = kv.boundary.chunk(1 + len(self._shared), dim=2)
-            if end > kv.slim_len:
-                newer = model.step([Segment(kv, kv.slim_len, end - kv.slim_len)])
-                extra, also = model.run(model.embed(tokens[kv.slim_len :]), everything[:gap], newer, self._shared)
-                hidden = _joined(hidden, extra)
-                shared = [_joined(own, also[i]) for i, own in zip(self._shared, shared, strict=True)]
-            hidden, captured = model.run(hidden, everything[gap:], step, capture)
-            captured |= zip(self._shared, shared, strict=True)
-        kv.full_len = kv.slim_len = end
-        kv.boundary = None
-        return hidden, captured
-
     def _timed(self, tier: str) -> Stopwatch:
         return Stopwatch(self.counters.seconds_by_tier, tier, self.model.device)
 
 
-def _joined(before: Tensor | None, after: Tensor) -> Tensor:
-    return after if before is None else torch.cat([before, after.to(before.device)], dim=1)
+class Wanted(NamedTuple):
+    """What one sequence wants of a pass.
+
+    Attributes:
+        target: The sequence's target.
+        tokens: Its tokens up to the end of the pass.
+        rows: Rows wanted, at the last positions; 0 for a piece of a prompt, which is not counted as a call.
+    """
+
+    target: TieredTarget
+    tokens: Sequence[int]
+    rows: int
 
 
-def _beside(state: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """States of the same positions side by side, ``[1, n, k d]``: rolled back as one."""
-    return torch.cat([state, *(other.to(state.device) for other in others)], dim=2) if others else state
+def run_full(wanted: Sequence[Wanted]) -> list[Tensor]:
+    """One pass of the full verifier for sequences of one model, those with a slim tier of one route.
+
+    Returns:
+        Raw logits ``[rows, V]`` of each.
+    """
+    model = wanted[0].target.model
+    route = next((target.route for target, _, _ in wanted if target.route is not None), None)
+    shares = [target.share(FULL, tokens, rows) for target, tokens, rows in wanted]
+    fed = [len(tokens) - min(target.kv.full_len, len(tokens)) for target, tokens, _ in wanted]
+    ended = full_states(model, route, shares)
+    logits, choices = _read(FULL, None, wanted, ended)
+    full_done(shares)
+    for (target, _, rows), n in zip(wanted, fed, strict=True):
+        target.counters.full_calls += rows > 0
+        target.counters.full_tokens_fed += n
+    if choices:
+        _note(FULL, wanted, choices)
+    return logits
+
+
+def run_slim(wanted: Sequence[Wanted]) -> list[Tensor]:
+    """The same of the slim verifier, for sequences of one model and route."""
+    first = wanted[0].target
+    if first.route is None:
+        raise OptionError("a slim verifier needs a mask, but none was given; use --mask even:0.45 or a mask file")
+    shares = [target.share(SLIM, tokens, rows) for target, tokens, rows in wanted]
+    fed = [len(tokens) - target.kv.slim_len for target, tokens, _ in wanted]
+    ended, boundaries = slim_states(first.model, first.route, shares)
+    logits, choices = _read(SLIM, first.route, wanted, ended)
+    slim_done(shares, boundaries)
+    for (target, _, _), n in zip(wanted, fed, strict=True):
+        target.counters.slim_calls += 1
+        target.counters.slim_tokens_fed += n
+    if choices:
+        _note(SLIM, wanted, choices)
+    return logits
+
+
+def _read(
+    tier: str, route: Route | None, wanted: Sequence[Wanted], ended: Sequence[States]
+) -> tuple[list[Tensor], list[Chosen]]:
+    """Raw logits ``[rows, V]`` of each sequence, and where they were read out if any sequence has a readout of its own."""
+    model, rows = wanted[0].target.model, [rows for _, _, rows in wanted]
+    readouts = [target.readouts[tier] if n else None for target, _, n in wanted]
+    if all(readout is None for readout in readouts):
+        return read_out(model, route, [states.hidden for states in ended], rows), []
+    unread = [
+        Unread(readout, _last(states.hidden, n), {i: _last(h, n) for i, h in states.captured.items()}, len(tokens) - n)
+        for readout, (_, tokens, n), states in zip(readouts, wanted, ended, strict=True)
+    ]
+    chosen = read_together(model, unread, steady=True)
+    return [rows.logits for rows in chosen], chosen
+
+
+def _note(tier: str, wanted: Sequence[Wanted], choices: Sequence[Chosen]) -> None:
+    for (target, tokens, rows), chosen in zip(wanted, choices, strict=True):
+        target.note(tier, chosen, len(tokens) - rows)
+
+
+def _last(states: Tensor, rows: int) -> Tensor:
+    return states[:, states.shape[1] - rows :]

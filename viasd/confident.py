@@ -176,7 +176,7 @@ class ConfidentConfig:
         return cls(**data)
 
 
-def descend(entropy_at: EntropyAt, rows: Sequence[int], steps: int) -> tuple[list[int], list[float]]:
+def descend(entropy_at: EntropyAt, rows: Sequence[int], steps: int | Sequence[int]) -> tuple[list[int], list[float]]:
     """The valley closest to the top, for several rows at once; an entropy is asked for only where it decides something.
 
     A row moves one layer up while its entropy strictly decreases, at most `steps` times. The first time it does not (a tie
@@ -185,7 +185,7 @@ def descend(entropy_at: EntropyAt, rows: Sequence[int], steps: int) -> tuple[lis
     Args:
         entropy_at: (depth, rows) -> entropies of these rows so many layers before the last.
         rows: Names of the rows.
-        steps: Most moves.
+        steps: Most moves, of all rows or of each.
 
     Returns:
         The valley's depth of each row, and the least difference between two entropies that were compared on its way
@@ -193,17 +193,19 @@ def descend(entropy_at: EntropyAt, rows: Sequence[int], steps: int) -> tuple[lis
     """
     valley = dict.fromkeys(rows, 0)
     margin = dict.fromkeys(rows, math.inf)
-    moving = list(rows)
-    before = dict(zip(moving, entropy_at(0, moving), strict=True)) if moving and steps else {}
-    for depth in range(1, steps + 1):
-        if not moving:
-            break
+    most = dict(zip(rows, [steps] * len(rows) if isinstance(steps, int) else steps, strict=True))
+    moving = [row for row in rows if most[row] > 0]
+    before = dict(zip(moving, entropy_at(0, moving), strict=True)) if moving else {}
+    depth = 0
+    while moving:
+        depth += 1
         found = dict(zip(moving, entropy_at(depth, moving), strict=True))
         for row in moving:
             margin[row] = min(margin[row], abs(before[row] - found[row]))
         moving = [row for row in moving if found[row] < before[row]]
         valley |= dict.fromkeys(moving, depth)
         before = found
+        moving = [row for row in moving if most[row] > depth]
     return list(valley.values()), list(margin.values())
 
 

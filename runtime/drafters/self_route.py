@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from viasd.attention import Segment
 from viasd.draws import Draws
 from viasd.errors import OptionError
 from viasd.routes import Route
-from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.base import Draft, ModelLine
 from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.packed import Line
+from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import Stopwatch, TieredTarget
 from viasd.sampling import Ahead
 
 
-class SelfDrafter:
+class SelfDrafter(ModelLine):
     """Drafts with a route through the target that skips more layers than the slim verifier does.
 
     It reads the target's cache and writes its own keys only above the slim watermark, where the verifier that judges the
@@ -46,24 +44,29 @@ class SelfDrafter:
         self.name = "self"
         self.route = route
         self._target = target
+        self.model = target.model
+        self.counters = target.counters
+        self.watch = Stopwatch(target.counters.seconds_by_tier, "drafter", None)
         self._position = 0
         self._min_confidence = min_confidence
         self._stop_tokens = stop_tokens
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`."""
-        target = self._target
-        position = self.begin(tokens)
-        with Stopwatch(target.counters.seconds_by_tier, "drafter", target.model.device):
-            return draft_stepwise(
-                self._forward,
-                tokens[position:],
-                limit,
-                ahead,
-                draws,
-                min_confidence=self._min_confidence,
-                stop_tokens=self._stop_tokens,
-            )
+        steps = draft_stepwise(
+            self,
+            tokens[self.begin(tokens) :],
+            limit,
+            ahead,
+            draws,
+            min_confidence=self._min_confidence,
+            stop_tokens=self._stop_tokens,
+        )
+        return timed(steps, self.watch)
+
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`. The target's prefill is this drafter's too."""
+        return False
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`. Nothing to do: every draft starts again at the target's own watermark."""
@@ -71,14 +74,9 @@ class SelfDrafter:
     settle = rewind
 
     @property
-    def device(self) -> torch.device:
-        """See `BlockDrafter`."""
-        return self._target.model.device
-
-    @property
     def context_length(self) -> int:
         """See `BlockDrafter`."""
-        return self._target.model.context_length
+        return self.model.context_length
 
     def begin(self, tokens: Sequence[int]) -> int:
         """See `BlockDrafter`."""
@@ -89,17 +87,10 @@ class SelfDrafter:
         """See `BlockDrafter`."""
         self._position = length
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
-        """See `BlockDrafter`."""
-        target = self._target
-        model = target.model
-        step = model.step([Segment(target.kv, self._position, len(tokens))])
-        route = self.route
-        hidden, _ = model.run(model.embed(tokens), route.layers, step, parts=route.parts, stitches=route.stitches)
-        self._position += len(tokens)
-        target.counters.drafter_calls += 1
-        target.counters.drafter_tokens_fed += len(tokens)
-        return (self.route.readout or model.readout)(hidden[:, -n:])
+    def line(self, tokens: Sequence[int]) -> Line:
+        """See `ModelLine`."""
+        return Line(self._target.kv, self._position, tokens)
 
-    def _forward(self, tokens: Sequence[int]) -> Tensor:
-        return self.rows(tokens, 1)[0]
+    def ran(self, n: int) -> None:
+        """See `ModelLine`."""
+        self._position += n

@@ -26,7 +26,7 @@ from viasd.runtime.readouts import OWN_TARGET, Readouts
 from viasd.runtime.strategies import ChainedCascade, Plain, SpeculativeDecoding
 from viasd.runtime.target import TieredTarget
 from viasd.sampling import SamplingConfig
-from viasd.selecting import ConfidentReadout
+from viasd.selecting import ConfidentReadout, read_together
 from viasd.testing import TableDrafter, tiny_model
 
 ANY: dict[str, Any] = {"readout": "trough", "backtrack_layers": -1}
@@ -373,7 +373,7 @@ def test_what_a_search_found_for_another_readout_decides_nothing(monkeypatch: py
     measured = []
     own = tiers.measure_tiers
     monkeypatch.setattr(
-        "viasd.runtime.session.measure_tiers", lambda *a, **k: measured.append(k["readouts"]) or own(*a, **k)
+        "viasd.runtime.settling.measure_tiers", lambda *a, **k: measured.append(k["readouts"]) or own(*a, **k)
     )
     options = {"mode": "lossless", "max_new_tokens": 4, "mask": mask}
     generate(pair, prompt_ids(), **options)
@@ -418,14 +418,12 @@ def test_check_calls_two_layers_of_nearly_one_entropy_a_near_tie() -> None:
 
 def compare_with_margin(pair: viasd.Pair, ids: list[int], answer: viasd.Result, margin: float) -> Any:
     """The comparison as it were if entropies had been that close."""
-    own = ConfidentReadout.__call__
 
-    def close(self: ConfidentReadout, *rest: Any) -> Any:
-        chosen = own(self, *rest)
-        return dataclasses.replace(chosen, margins=[margin] * len(chosen.margins))
+    def close(*rest: Any, **more: Any) -> Any:
+        return [dataclasses.replace(c, margins=[margin] * len(c.margins)) for c in read_together(*rest, **more)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConfidentReadout, "__call__", close)
+        patch.setattr("viasd.runtime.target.read_together", close)
         return compare_with_plain(pair, ids, answer, SamplingConfig())
 
 
@@ -532,15 +530,14 @@ def test_an_exception_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch
     attention = hf.config._attn_implementation
     before = plain("llama", **ANY).token_ids
     calls = iter([False, False, True])
-    own = ConfidentReadout.__call__
 
-    def failing(self: ConfidentReadout, *rest: Any) -> Any:
+    def failing(*rest: Any, **more: Any) -> Any:
         if next(calls):
             raise RuntimeError("in the middle")
-        return own(self, *rest)
+        return read_together(*rest, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ConfidentReadout, "__call__", failing)
+        patch.setattr("viasd.runtime.target.read_together", failing)
         with pytest.raises(RuntimeError, match="in the middle"):
             generate(pair, prompt_ids(), **LOSSLESS["sd"], **ANY)
     assert hf.config._attn_implementation == attention
