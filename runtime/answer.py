@@ -69,9 +69,9 @@ class _Text:
         self.stream = stream
         self.pieces: list[Piece] = []
 
-    def keep(self, tokens: list[int]) -> tuple[int, bool]:
+    def keep(self, emission: Emission) -> tuple[int, bool]:
         """Takes a round's tokens, up to the one that completes a stop string; see `Ending`."""
-        self.pieces = self.stream.push(tokens)
+        self.pieces = self.stream.push(emission.tokens)
         return self.stream.consumed, self.stream.stopped_at is not None
 
 
@@ -87,6 +87,7 @@ class Answer:
         guard: A guard that has learnt from earlier answers (a chat); None makes a fresh one.
         chat: Whether the prompt came through a chat template (its answer is then a text of its own).
         draws: Source of randomness (tests); None seeds one.
+        sampler: From logits to laws; None makes that of the configuration.
         chunk: Tokens of the prompt that are run at a time; None is what suits the device.
 
     Attributes:
@@ -115,6 +116,7 @@ class Answer:
         guard: Guard | None = None,
         chat: bool = False,
         draws: Draws | None = None,
+        sampler: Sampler | None = None,
         chunk: int | None = None,
     ) -> None:
         self.pair = pair
@@ -133,7 +135,7 @@ class Answer:
                 f"the answer is limited to {self.room} tokens: prompt and answer share a context of "
                 f"{pair.target.context_length}"
             )
-        self.sampler = Sampler(config.sampling, config.processors)
+        self.sampler = sampler or Sampler(config.sampling, config.processors)
         slim = self.plan.strategy in ("cascade", "slim")
         route = self.mask.route if slim and self.mask is not None else None
         self.readouts = self._settled.readouts

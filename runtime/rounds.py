@@ -20,13 +20,13 @@ class Ending:
     Attributes:
         room: Token limit.
         eos: End-of-sequence tokens.
-        keep: Sees a round's tokens before they are committed and says how many of them stay (fewer where a stop string
+        keep: Sees a round's emission before it is committed and says how many of its tokens stay (fewer where a stop string
             was completed) and whether the answer ends there; None keeps all.
     """
 
     room: int
     eos: frozenset[int]
-    keep: Callable[[list[int]], tuple[int, bool]] | None = None
+    keep: Callable[[Emission], tuple[int, bool]] | None = None
 
 
 def round_steps(
@@ -56,7 +56,7 @@ def round_steps(
     emission = yield from strategy.steps(tokens, left)
     emission, reason = cut(emission, left, ending.eos)
     if ending.keep is not None:
-        kept, stopped = ending.keep(emission.tokens)
+        kept, stopped = ending.keep(emission)
         emission = shortened(emission, kept)
         reason = "stop" if stopped else reason
     sampler.commit(tokens, emission.tokens, emission.logits)

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from viasd import hf
     from viasd.errors import ViasdError
     from viasd.load import load_pair
     from viasd.mask import LayerMask
@@ -24,16 +25,29 @@ _FACE = {
     "Result": "viasd.runtime.result",
     "ViasdError": "viasd.errors",
     "generate": "viasd.runtime.api",
+    "hf": "viasd.hf",
     "load_pair": "viasd.load",
     "make_pair": "viasd.pair",
     "stream": "viasd.runtime.api",
 }
-__all__ = ["Engine", "LayerMask", "Pair", "Result", "ViasdError", "generate", "load_pair", "make_pair", "stream"]
+__all__ = [
+    "Engine",
+    "LayerMask",
+    "Pair",
+    "Result",
+    "ViasdError",
+    "generate",
+    "hf",
+    "load_pair",
+    "make_pair",
+    "stream",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _FACE:
-        return getattr(importlib.import_module(_FACE[name]), name)
+        module = importlib.import_module(_FACE[name])
+        return module if _FACE[name] == f"viasd.{name}" else getattr(module, name)
     raise AttributeError(f"module 'viasd' has no attribute '{name}'")
 
 
