@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from viasd.intervals import clustered_interval
+from viasd.runtime.moves import Moves
 
 TIERS = ("drafter", "slim", "full")
 PARTS = (*TIERS, "prefill", "loop")
@@ -114,6 +115,7 @@ class Counters:
         seconds_by_tier: Its parts: drafter, slim, full, prefill, and loop for what is none of them.
         audit: Audited disagreement.
         early: Exits of `adadecode`.
+        readout: What confident readouts did.
     """
 
     emitted: int = 0
@@ -136,6 +138,7 @@ class Counters:
     seconds_by_tier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     audit: Audit = field(default_factory=Audit)
     early: EarlyExits = field(default_factory=EarlyExits)
+    readout: Moves = field(default_factory=Moves)
 
     @property
     def rejection_rate(self) -> float:
@@ -217,6 +220,7 @@ class Counters:
             "slim_tokens_fed": self.slim_tokens_fed,
             "full_tokens_fed": self.full_tokens_fed,
             "early": {**self.early.as_json(), "layers_per_token": self.layers_per_token},
+            "readout": self.readout.as_json(),
         }
 
     def merge(self, other: Counters) -> None:
@@ -229,6 +233,7 @@ class Counters:
             self.seconds_by_tier[part] += seconds
         self.audit.blocks.extend(other.audit.blocks)
         self.early.merge(other.early)
+        self.readout.merge(other.readout)
 
     def check(self) -> list[str]:
         """Sentences for every violated invariant; empty when the counts are consistent."""
@@ -254,6 +259,11 @@ class Counters:
         guesses, waited = sum(early.exits.values()), sum(n * count for n, count in early.pending.items())
         if guesses != waited:
             found.append(f"{guesses} guesses were made at exits, but {waited} waited for the full verifier")
+        moves = self.readout
+        if not (
+            moves.moved <= moves.tokens <= self.emitted and moves.tokens <= moves.rows and moves.moved <= moves.depth
+        ):
+            found.append(f"the readout's counts contradict each other: {moves}")
         parts = sum(self.seconds_by_tier.values())
         if parts > self.seconds + _TIME_SLACK:
             found.append(f"seconds is {self.seconds}, but its parts add up to {parts}")
