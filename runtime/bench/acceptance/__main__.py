@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0, 2 after an error (one line on standard error), 130 after Ctrl-C.
     """
     chosen = sys.argv[1:] if argv is None else argv
-    return run_command(PROG, lambda: _main(chosen), "interrupted; the same command goes on where --output was written last")
+    return run_command(
+        PROG, lambda: _main(chosen), "interrupted; the same command goes on where --output was written last"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -69,7 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--labels", choices=("kept", "overlap"), default="kept", help="what estimators learn from (default kept)"
     )
     how = parser.add_argument_group("what to do with it")
-    how.add_argument("--output", metavar="FILE.npz", required=True, help="the drafts; the same command continues the file")
+    how.add_argument(
+        "--output", metavar="FILE.npz", required=True, help="the drafts; the same command continues the file"
+    )
     how.add_argument("--json", metavar="FILE", help="also write every figure as JSON")
     how.add_argument("--markdown", metavar="FILE", help="also write the report as Markdown")
     how.add_argument("--plot", metavar="FILE.png", help="also draw a figure (needs viasd[plot])")
@@ -197,7 +201,9 @@ def _fill(
     finally:
         found.save()
     if len(found) < args.drafts:
-        complain(PROG, f"only {len(found)} of {args.drafts} drafts: greedy answers to these prompts would repeat themselves")
+        complain(
+            PROG, f"only {len(found)} of {args.drafts} drafts: greedy answers to these prompts would repeat themselves"
+        )
     if not len(found):
         raise OptionError("no draft was judged: every answer ended at once; give prompts with longer answers")
 

@@ -97,7 +97,7 @@ def labelled_drafts(
             verdict, q = judge_block(logits, draft.tokens, draft.rows, sampler, sampler.ahead(tokens), draws)
             judged = min(verdict.accepted + 1, n)
             if judged:
-                place = np.arange(judged)
+                place = np.arange(judged, dtype=np.float64)
                 parts.append(
                     {
                         "position": place,

@@ -1,4 +1,4 @@
-"""What can be read off a drafter's row before (or, unlawfully, after) a token is drawn from it, as predictors of its fate."""
+"""What can be read off a drafter's row, before a token is drawn from it or (unlawfully) after, to predict its fate."""
 
 from __future__ import annotations
 

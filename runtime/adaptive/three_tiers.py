@@ -1,0 +1,139 @@
+"""Adaptive Verification of three tiers: how much of a draft goes to the slim verifier, how much of what is pending on.
+
+Budget and floor of a step are made of earlier steps' survivals, so that neither a drafted nor a pending token is dropped
+because of what it is; see `viasd.runtime.adaptive.two_edges`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, survivals
+from viasd.runtime.adaptive.costs import BatchCosts
+from viasd.runtime.adaptive.edges import Edge, Outcome
+from viasd.runtime.adaptive.two_edges import Budgets, above, best_budgets
+from viasd.runtime.adaptive.verification import AdaptiveConfig, History, Offer, Restart, Tables
+
+_UNKNOWN = 0.5  # chance that the full verifier keeps a pending token, before any was seen
+
+
+class CascadeVerification:
+    """Which drafted tokens go to the slim verifier, and which pending ones to the full.
+
+    Where all sequences are greedy the survivals of the current step are used as soon as they are known.
+
+    Args:
+        slim: Chances that the slim verifier keeps drafted tokens.
+        full: Chances that the full verifier keeps pending ones.
+        gamma: Longest drafted block.
+        tables: Number of sequences of a step -> costs of its passes, or None where there are none.
+        config: Policy; ``in-order`` is for two tiers.
+    """
+
+    def __init__(
+        self, slim: Edge, full: Edge, gamma: int, tables: Tables, config: AdaptiveConfig | None = None
+    ) -> None:
+        self.config = config or AdaptiveConfig()
+        self.slim, self.full = slim, full
+        self.offered = self.admitted = 0
+        self._gamma = gamma
+        self._tables = tables
+        self._drafts, self._pending = History(1), History(1)
+        self._restart = Restart(self.config.restart)
+        self._plan: Budgets | None = None
+        self._spent = 0.0  # seconds of the current step before its full pass
+
+    def begin(self) -> None:
+        """A step begins: what the last one saw may be used from now on."""
+        self._plan = None
+        for edge in (self.slim, self.full):
+            edge.step()
+        for history in (self._drafts, self._pending):
+            history.publish()
+
+    def admit_to_slim(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
+        """Length of the prefix of every draft that the slim verifier judges.
+
+        Args:
+            offers: The drafts of one step.
+            others: Sequences of the step without one.
+        """
+        n = len(offers) + others
+        drafts = [survivals(self.slim.chances(offer.features)) for offer in offers]
+        costs = self._tables(n)
+        if costs is None:
+            lengths = [len(draft) for draft in drafts]
+        else:
+            lengths = self._restart.applied(drafts, self._lengths(offers, drafts, n, costs))
+            fed = sum(m + 1 for m in lengths if m)
+            self._spent = costs.draft_seconds(len(offers)) * self._gamma + costs.slim_seconds(fed)
+        for offer, draft in zip(offers, drafts, strict=True):
+            self._drafts.note(offer.sequence, draft)
+        self.offered += sum(map(len, drafts))
+        self.admitted += sum(lengths)
+        return lengths
+
+    def admit_to_full(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
+        """Length of the prefix of every sequence's pending tokens that the full verifier judges.
+
+        Args:
+            offers: The pending tokens of one step; their features are of the slim verifier's rows.
+            others: Sequences of the step without any.
+        """
+        n = len(offers) + others
+        chances = [self.full.chances(offer.features) for offer in offers]
+        tokens = [survivals(c) for c in chances]
+        costs = self._tables(n)
+        for offer, c in zip(offers, chances, strict=True):
+            self._pending.note(offer.sequence, c)
+        if costs is None or self._plan is None:
+            return [len(pending) for pending in tokens]
+        if all(offer.greedy for offer in offers):
+            gains = sorted((s for pending in tokens for s in pending), reverse=True)
+            return allocate(tokens, best_budget(gains, n, lambda b: self._spent + costs.full_seconds(n + b)))
+        floor = self._plan.floor
+        return [
+            above(floor if self._drafts.of(offer.sequence) else 0.0, pending)
+            for offer, pending in zip(offers, tokens, strict=True)
+        ]
+
+    def judged_by_slim(self, outcome: Outcome) -> None:
+        """What the slim verifier made of a draft that was admitted in part or whole."""
+        self.slim.observe(outcome)
+
+    def judged_by_full(self, outcome: Outcome) -> None:
+        """What the full verifier made of pending tokens."""
+        self.full.observe(outcome)
+
+    def leave(self, sequence: int) -> None:
+        """Forgets a sequence that has ended."""
+        self._drafts.forget(sequence)
+        self._pending.forget(sequence)
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, ready for `json.dumps`."""
+        return {"edges": [self.slim.state(), self.full.state()]}
+
+    def _lengths(self, offers: Sequence[Offer], drafts: Survivals, n: int, costs: BatchCosts) -> list[int]:
+        earlier = [self._drafts.of(offer.sequence) for offer in offers]
+        new = [not e for e in earlier]  # verified whole: nothing is known of them yet
+        greedy = all(offer.greedy for offer in offers)
+        known = [d if greedy else e[-1] for d, e in zip(drafts, earlier, strict=True) if e]
+        sequences = [offer.sequence for offer, e in zip(offers, earlier, strict=True) if e]
+        chances = [self._chances(s, len(draft) + 1) for s, draft in zip(sequences, known, strict=True)]
+        drafting = costs.draft_seconds(len(offers)) * self._gamma
+        whole = sum(len(draft) + 1 for draft, fresh in zip(drafts, new, strict=True) if fresh)
+
+        def seconds(slim: float, full: float) -> float:
+            return drafting + costs.slim_seconds(slim + whole) + costs.full_seconds(full + whole)
+
+        self._plan = best_budgets(known, chances, n, seconds)
+        chosen = iter(allocate([d for d, fresh in zip(drafts, new, strict=True) if not fresh], self._plan.slim))
+        return [len(draft) if fresh else next(chosen) for draft, fresh in zip(drafts, new, strict=True)]
+
+    def _chances(self, sequence: int, places: int) -> list[float]:
+        """The full verifier's chances at a sequence's last pending places; where none was pending, their mean."""
+        seen = [c for chances in self._pending.of(sequence) for c in chances][:places]
+        mean = sum(seen) / len(seen) if seen else _UNKNOWN
+        return [*seen, *[mean] * (places - len(seen))]
