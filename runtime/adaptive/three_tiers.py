@@ -44,6 +44,11 @@ class CascadeVerification:
         self._plan: Budgets | None = None
         self._spent = 0.0  # seconds of the current step before its full pass
 
+    @property
+    def restarts(self) -> int:
+        """How often a whole draft was admitted because nothing had been for long."""
+        return self._restart.count
+
     def begin(self) -> None:
         """A step begins: what the last one saw may be used from now on."""
         self._plan = None

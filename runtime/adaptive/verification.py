@@ -145,6 +145,11 @@ class AdaptiveVerification:
         self._seen = History(self.config.window)
         self._restart = Restart(self.config.restart)
 
+    @property
+    def restarts(self) -> int:
+        """How often a whole draft was admitted because nothing had been for long."""
+        return self._restart.count
+
     def begin(self) -> None:
         """A step begins: what the last one saw may be used from now on."""
         self.edge.step()
