@@ -139,7 +139,7 @@ def test_every_prediction_is_made_before_its_label_is_seen() -> None:
 
 
 def test_the_fitted_feature_is_calibrated_and_ranks_better_than_raw() -> None:
-    drafts = columns(12000)
+    drafts = columns(16000)
     for labels in ("kept", "overlap"):
         scores = score(drafts, labels)
         assert scores["drafts"] == len(drafts["kept"])
