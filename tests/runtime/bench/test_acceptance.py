@@ -139,16 +139,16 @@ def test_every_prediction_is_made_before_its_label_is_seen() -> None:
 
 
 def test_the_fitted_feature_is_calibrated_and_ranks_better_than_raw() -> None:
-    drafts = columns(16000)
+    drafts = columns(12000)
     for labels in ("kept", "overlap"):
         scores = score(drafts, labels)
         assert scores["drafts"] == len(drafts["kept"])
         assert scores["features"][SHIPPED]["ece"] < 0.02 < scores["features"][RAW]["ece"]
         assert scores["features"][SHIPPED]["auc"] > scores["features"][RAW]["auc"]
         assert scores["features"][SHIPPED]["log_loss"] < scores["features"][RAW]["log_loss"]
-        last = scores["coefficients"][-1]
-        assert last["slope"] == pytest.approx(0.8, abs=0.1)
-        assert last["intercepts"] == pytest.approx([0.4, 0.1, -0.2, -0.5], abs=0.25)
+        late = scores["coefficients"][-20:]
+        assert np.mean([c["slope"] for c in late]) == pytest.approx(0.8, abs=0.1)
+        assert np.mean([c["intercepts"] for c in late], axis=0) == pytest.approx([0.4, 0.1, -0.2, -0.5], abs=0.15)
         assert [r["position"] for r in scores["by_position"]] == [0, 1, 2, 3]
         assert sum(r["drafts"] for r in scores["by_position"]) == scores["drafts"]
         json.dumps(scores, allow_nan=False)
