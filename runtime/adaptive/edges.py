@@ -117,6 +117,10 @@ class Edge:
         found: list[float] = self.estimator.predict(f[:, None], self._places(len(f))).tolist()
         return found
 
+    def chance(self, feature: float, place: int) -> float:
+        """The same of a single place."""
+        return float(self.estimator.predict([feature], min(place, len(self.estimator.intercepts) - 1)))
+
     def observe(self, outcome: Outcome) -> None:
         """Learns from a block: its kept tokens and the first refused one, of those that were sent.
 

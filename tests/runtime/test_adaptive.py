@@ -20,6 +20,7 @@ from viasd.runtime.adaptive import costs as costs_module
 from viasd.runtime.adaptive.budget import allocate, best_budget, best_first, in_order, pooled, survivals
 from viasd.runtime.adaptive.costs import BatchCosts, batch_costs, monotone, sizes
 from viasd.runtime.adaptive.edges import REFIT_OBSERVATIONS, REFIT_STEPS, Edge, Outcome, Reliability
+from viasd.runtime.adaptive.stopping import UsualChances, best_floor
 from viasd.runtime.adaptive.three_tiers import CascadeVerification
 from viasd.runtime.adaptive.two_edges import above, best_budgets, pending
 from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer
@@ -180,6 +181,23 @@ def test_one_confidently_wrong_draft_does_not_end_admission() -> None:
     for _ in range(REFIT_STEPS):
         edge.step()
     assert edge.chances([3.0])[0] > 0.3
+
+
+def test_steps_are_counted_anew_after_a_refit() -> None:
+    edge = Edge("drafter->full", 2)
+    for turn in range(2):
+        edge.observe(Outcome([2.0, 1.0], 2, 0))
+        for _ in range(REFIT_STEPS - 1):
+            edge.step()
+        assert edge.estimator.pending == 1, turn
+        edge.step()
+        assert edge.estimator.pending == 0
+
+
+def test_a_single_place_is_the_same_as_in_a_block() -> None:
+    edge = Edge("drafter->full", 3)
+    edge.estimator.intercepts[:] = [0.1, 0.2, 0.3]
+    assert [edge.chance(f, k) for k, f in enumerate(FEATURES)] == edge.chances(FEATURES)
 
 
 def test_an_edge_is_saved_and_loaded() -> None:
@@ -368,6 +386,21 @@ def test_sequences_without_a_draft_count_in_the_pass() -> None:
     assert sum(controller(costs).admit(offers, others=4)) == 2
 
 
+def test_what_a_new_sequence_sends_counts_in_the_pass() -> None:
+    # Four tokens of the new one fill the pass up to where it gets dear; without them there would be room.
+    costs = BatchCosts(64, 8, {1: 1.0, 6: 1.0, 7: 9.0, 64: 60.0}, {}, {})
+    made = controller(costs)
+    assert made.admit([Offer(0, CONFIDENT, True), Offer(9, DOUBTFUL, True)]) == [0, 4]
+
+
+def test_one_sequence_that_samples_makes_the_budget_stale() -> None:
+    made = controller(table(lambda n: 1 + 0.1 * n))
+    for _ in range(5):
+        made.admit([Offer(0, DOUBTFUL, True), Offer(1, DOUBTFUL, False)])
+        made.begin()
+    assert sum(made.admit([Offer(0, CONFIDENT, True), Offer(1, CONFIDENT, False)])) < 4
+
+
 def test_labels_are_soft_in_small_batches() -> None:
     made = controller(FLAT, soft_below=4)
     assert made.soft(4)
@@ -414,6 +447,13 @@ def test_a_new_sequence_of_three_tiers_is_sent_whole() -> None:
     made.begin()
     slim = made.admit_to_slim([Offer(1, DOUBTFUL), Offer(7, DOUBTFUL)])
     assert slim[1] < slim[0] == 4
+
+
+def test_drafting_that_is_paid_already_makes_both_verifiers_look_cheaper() -> None:
+    drafts = [Offer(0, CONFIDENT, greedy=True), Offer(1, DOUBTFUL, greedy=True)]
+    free = cascade(table(lambda n: 0.4 + 0.4 * n)).admit_to_slim(drafts)
+    paid = cascade(table(lambda n: 0.4 + 0.4 * n, drafter=2.0)).admit_to_slim(drafts)
+    assert sum(paid) > sum(free)
 
 
 def test_edges_of_three_tiers_learn_apart() -> None:
@@ -482,3 +522,66 @@ def test_measuring_leaves_no_gradient_and_no_state_behind() -> None:
     assert table.slim == {}
     assert all(not p.requires_grad or p.grad is None for p in pair.target.model.parameters())
     assert torch.is_grad_enabled()
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+def usual(*chances_by_place: float) -> UsualChances:
+    made = UsualChances(len(chances_by_place))
+    for _ in range(2000):
+        made.note(chances_by_place)
+    return made
+
+
+def test_usual_chances_fade_towards_what_is_seen() -> None:
+    made = UsualChances(2)
+    assert made.at(0) == made.at(5) == 0.5
+    for _ in range(2000):
+        made.note([0.9, math.nan])
+    assert made.at(0) == pytest.approx(0.9, abs=1e-6)
+    assert made.at(1) == 0.5
+    assert made.extended([0.8], 3) == pytest.approx([0.8, 0.4, 0.2])
+    assert made.extended([], 2) == pytest.approx([0.9, 0.45])
+
+
+def drafted(draft: list[float], floor: float, chances_by_place: UsualChances) -> tuple[int, int]:
+    """(rows asked for, tokens drawn) of one draft under a floor, straight from the rule."""
+    reached = 1.0
+    for place, survival in enumerate(draft):
+        if reached * chances_by_place.at(place) < floor:
+            return place, place
+        if survival < floor:
+            return place + 1, place
+        reached = survival
+    return len(draft), len(draft)
+
+
+def test_the_floor_is_the_best_of_all() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(40):
+        drafts = [survivals(rng.uniform(0.3, 1.0, 4).tolist()) for _ in range(3)]
+        by_place = usual(*rng.uniform(0.5, 0.9, 4))
+        step, slope = rng.uniform(0.01, 0.2), rng.uniform(0.01, 0.3)
+
+        def rate(
+            floor: float, drafts: Any = drafts, by_place: Any = by_place, step: Any = step, slope: Any = slope
+        ) -> float:
+            lengths = [drafted(d, floor, by_place) for d in drafts]
+            expected = 3 + sum(sum(d[:n]) for d, (_, n) in zip(drafts, lengths, strict=True))
+            rows = [sum(r > place for r, _ in lengths) for place in range(4)]
+            seconds = sum(step * (1 + n) for n in rows if n) + 1 + slope * sum(n for _, n in lengths)
+            return expected / seconds
+
+        found = best_floor(
+            drafts, by_place, 3, lambda n, step=step: step * (1 + n), lambda b, slope=slope: 1 + slope * b
+        )
+        every = [math.inf, *(s for d in drafts for s in d)]
+        assert rate(found) == pytest.approx(max(map(rate, every)), rel=1e-9)
+
+
+def test_drafting_that_never_pays_is_left_alone_and_free_drafting_goes_on() -> None:
+    drafts = [[0.5, 0.2], [0.4, 0.1]]
+    assert best_floor(drafts, usual(0.5, 0.5), 2, lambda n: 9.0 * n, lambda b: 1 + 0.01 * b) == math.inf
+    assert best_floor(drafts, usual(0.5, 0.5), 2, lambda n: 0.0, lambda b: 1.0) == 0.1
+    assert best_floor([], usual(0.5), 2, lambda n: 0.0, lambda b: 1.0) == math.inf
