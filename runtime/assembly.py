@@ -23,7 +23,7 @@ from viasd.runtime.drafters import (
 )
 from viasd.runtime.exits import CalibratedExits, ExitCosts, ExitRule, FixedExits
 from viasd.runtime.gates import Gate
-from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace, Pace
+from viasd.runtime.lengths import LOOKUP_PRIORS, DraftLength, LookupPace, ModelPace, Pace
 from viasd.runtime.names import EXITING, LOSSY, RULES, UNDRAFTED
 from viasd.runtime.strategies import (
     AdaDecode,
@@ -176,8 +176,9 @@ class Assembly:
         own = drafter.route if isinstance(drafter, SelfDrafter) else None
         costs = cost_table(self.pair, None, self.context, config.gamma, own)
         seconds = [costs.full_seconds(m + 1) for m in range(config.gamma + 1)]
-        lengths = DraftLength(config.gamma, costs.drafter, seconds)
-        return LookupPace(lengths, drafter, bench.sampler) if isinstance(drafter, LookupDrafter) else ModelPace(lengths)
+        if isinstance(drafter, LookupDrafter):
+            return LookupPace(DraftLength(config.gamma, 0.0, seconds, LOOKUP_PRIORS), drafter, bench.sampler)
+        return ModelPace(DraftLength(config.gamma, costs.drafter, seconds))
 
     @property
     def _stops(self) -> Stops:

@@ -12,17 +12,23 @@
 // Vectors are the compiler's own (GCC and Clang), so the same source serves every instruction set. Loops over threads use
 // OpenMP, whose runtime is the one that torch has loaded (see build.py), so that both share their threads.
 
+#include <atomic>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
 #define TILES
 #endif
 
@@ -332,7 +338,48 @@ INLINE Range share(int64_t blocks, int64_t thread, int64_t threads) {
     return {blocks * thread / threads, blocks * (thread + 1) / threads};
 }
 
-struct Team { int64_t thread, threads; };
+// Where the threads of a team wait for each other. OpenMP's own barrier spins for milliseconds; on a machine that has other
+// work too, a thread that lost its processor then keeps all others spinning, 6 times a layer, and a pass takes a hundred
+// times as long. Here a thread soon goes to sleep, so that the one it waits for gets its processor.
+struct Barrier {
+    static const int SPINS = 2000;  // some tens of microseconds, longer than threads are apart on a machine of their own
+    std::atomic<int> arrived{0}, phase{0}, asleep{0};
+
+    void wait(int64_t threads) {
+        const int now = phase.load();
+        if (arrived.fetch_add(1) + 1 == threads) {
+            arrived.store(0);
+            phase.store(now + 1);
+#ifdef __linux__
+            // Who counts as asleep after this sees the new phase before it sleeps.
+            if (asleep.load()) syscall(SYS_futex, &phase, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+            return;
+        }
+        for (int i = 0; i < SPINS; i++) {
+            if (phase.load(std::memory_order_acquire) != now) return;
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            asm volatile("yield");
+#endif
+        }
+        asleep.fetch_add(1);
+        while (phase.load() == now) {
+#ifdef __linux__
+            syscall(SYS_futex, &phase, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
+#endif
+        }
+        asleep.fetch_sub(1);
+    }
+};
+
+struct Team {
+    int64_t thread, threads;
+    Barrier* barrier;
+
+    void wait() const { if (threads > 1) barrier->wait(threads); }
+};
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 template <class A, int M>
@@ -750,8 +797,6 @@ static Own cut_own(Cutter& cutter, const Layer& layer, const Call& call, int64_t
             cutter.take(layer.head_dim), stride};
 }
 
-#define BARRIER _Pragma("omp barrier")
-
 // One layer of a call. Every thread keeps all rows between layers, so that none waits for another to see them.
 template <class A>
 static void layer_of_thread(const Call& call, int64_t which, const Team& team, const Shared& shared, const Own& own) {
@@ -776,7 +821,7 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
             product<A>(matrix, team, in, n, shared.qkv + offset, q, more ? &matrix + 1 : &layer.out);
             offset += matrix.rows;
         }
-        BARRIER
+        team.wait();
         // Heads: normed and rotated where they are; keys and values stored.
         int64_t row = 0;
         for (int64_t s = 0; s < call.n_segments; s++) {
@@ -797,7 +842,7 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
                 }
             }
         }
-        BARRIER
+        team.wait();
         row = 0;
         for (int64_t s = 0; s < call.n_segments; s++) {
             const Segment& segment = segments[s];
@@ -821,10 +866,10 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
         }
         for (int64_t m = team.thread; m < n; m += team.threads)
             for (int64_t i = heads * dim; i < a; i++) shared.attended[m * a + i] = 0.0f;
-        BARRIER
+        team.wait();
         Inputs in = prepared(shared.attended, a, n, heads * dim, layer.out, own.inputs);
         product<A>(layer.out, team, in, n, shared.projected, d, &layer.up);
-        BARRIER
+        team.wait();
         for (int64_t m = 0; m < n; m++) {
             float* added = shared.projected + m * d;
             if (layer.after_attention.weight) {
@@ -850,10 +895,10 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
             for (; i < to; i++) up[i] = A::round(A::round(activated(all(gate[i]), layer.activation)[0]) * up[i]);
             if (to == layer.inner) for (i = layer.inner; i < wide; i++) up[i] = 0.0f;
         }
-        BARRIER
+        team.wait();
         Inputs in = prepared(shared.inner, wide, n, layer.inner, layer.down, own.inputs);
         product<A>(layer.down, team, in, n, shared.projected, d, following);
-        BARRIER
+        team.wait();
     }
     for (int64_t m = last ? team.thread : 0; m < n; m += last ? team.threads : 1) {
         float* rows = own.rows + m * d;
@@ -888,9 +933,14 @@ extern "C" int omp_get_num_threads();
 // Runs a part for each thread of a team; there may be fewer than were asked for.
 template <class F>
 static void together(int64_t threads, F part) {
-    if (threads <= 1) { part(Team{0, 1}); return; }
+    Barrier barrier;
+    if (threads <= 1) { part(Team{0, 1, &barrier}); return; }
 #pragma omp parallel num_threads(int(threads))
-    part(Team{omp_get_thread_num(), omp_get_num_threads()});
+    {
+        const Team team{omp_get_thread_num(), omp_get_num_threads(), &barrier};
+        part(team);
+        team.wait();  // OpenMP waits here too, spinning
+    }
 }
 
 template <class A>
@@ -912,7 +962,7 @@ static int run_layers(const Call& call) {
             Cutter cutter{memory}, piece{memory + before + each * team.thread};
             const Shared shared = cut_shared(cutter, *call.layers[l], call);
             // Another thread may still read what the layer before projected: it must not lie where this one begins to write.
-            if (l && shared.projected != projected) { BARRIER }
+            if (l && shared.projected != projected) team.wait();
             projected = shared.projected;
             layer_of_thread<A>(call, l, team, shared, cut_own(piece, *call.layers[l], call, l));
         }
