@@ -76,9 +76,12 @@ class BatchCosts:
 
 
 def monotone(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Never falling in the number of tokens: a larger pass can't be cheaper than a smaller one padded."""
-    sizes = sorted(seconds)
-    return dict(zip(sizes, accumulate((seconds[s] for s in sizes), max), strict=True))
+    """Never falling in the number of tokens: a pass is never dearer than a larger one, to which it could be padded.
+
+    Of two sizes that contradict each other the smaller one is corrected: what disturbs a timing makes it longer.
+    """
+    sizes = sorted(seconds, reverse=True)
+    return dict(reversed(list(zip(sizes, accumulate((seconds[s] for s in sizes), min), strict=True))))
 
 
 def _seconds(known: Mapping[int, float], tokens: float) -> float:

@@ -470,7 +470,7 @@ def test_edges_of_three_tiers_learn_apart() -> None:
 
 
 def test_tables_never_fall_and_grow_beyond_their_end() -> None:
-    assert monotone({4: 1.0, 1: 2.0, 8: 3.0}) == {1: 2.0, 4: 2.0, 8: 3.0}
+    assert list(monotone({4: 1.0, 1: 2.0, 8: 3.0}).items()) == [(1, 1.0), (4, 1.0), (8, 3.0)]
     costs = BatchCosts(2, 8, {2: 1.0, 10: 3.0}, {}, {1: 0.5, 2: 0.6})
     assert costs.full_seconds(6) == 2.0
     assert costs.full_seconds(20) == 6.0
