@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from viasd.intervals import clustered_interval
+from viasd.runtime.adaptive.reliability import Adaptive
 
 TIERS = ("drafter", "slim", "full")
 PARTS = (*TIERS, "prefill", "loop")
@@ -114,6 +115,7 @@ class Counters:
         seconds_by_tier: Its parts: drafter, slim, full, prefill, and loop for what is none of them.
         audit: Audited disagreement.
         early: Exits of `adadecode`.
+        adaptive: What Adaptive Verification left out, and how well it predicted.
     """
 
     emitted: int = 0
@@ -136,6 +138,7 @@ class Counters:
     seconds_by_tier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     audit: Audit = field(default_factory=Audit)
     early: EarlyExits = field(default_factory=EarlyExits)
+    adaptive: Adaptive = field(default_factory=Adaptive)
 
     @property
     def rejection_rate(self) -> float:
@@ -216,6 +219,7 @@ class Counters:
             "drafter_tokens_fed": self.drafter_tokens_fed,
             "slim_tokens_fed": self.slim_tokens_fed,
             "full_tokens_fed": self.full_tokens_fed,
+            "adaptive": self.adaptive.as_json(),
             "early": {**self.early.as_json(), "layers_per_token": self.layers_per_token},
         }
 
@@ -229,6 +233,7 @@ class Counters:
             self.seconds_by_tier[part] += seconds
         self.audit.blocks.extend(other.audit.blocks)
         self.early.merge(other.early)
+        self.adaptive.merge(other.adaptive)
 
     def check(self) -> list[str]:
         """Sentences for every violated invariant; empty when the counts are consistent."""
@@ -254,6 +259,10 @@ class Counters:
         guesses, waited = sum(early.exits.values()), sum(n * count for n, count in early.pending.items())
         if guesses != waited:
             found.append(f"{guesses} guesses were made at exits, but {waited} waited for the full verifier")
+        if not 0 <= self.adaptive.admitted <= self.adaptive.offered:
+            found.append(
+                f"{self.adaptive.admitted} drafted tokens were admitted, but {self.adaptive.offered} were offered"
+            )
         parts = sum(self.seconds_by_tier.values())
         if parts > self.seconds + _TIME_SLACK:
             found.append(f"seconds is {self.seconds}, but its parts add up to {parts}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,55 +11,11 @@ from numpy.typing import NDArray
 
 from viasd.errors import OptionError
 from viasd.estimator import Array, EstimatorConfig, LogisticEstimator
+from viasd.runtime.adaptive.reliability import Reliability
 
 EDGES = ("drafter->full", "drafter->slim", "slim->full")
 REFIT_STEPS = 100
 REFIT_OBSERVATIONS = 200
-BINS = 10
-
-
-@dataclass(slots=True)
-class Reliability:
-    """Predicted against observed acceptance, by tenths of the prediction; sums, so that counts of several runs add up.
-
-    Attributes:
-        judged: Tokens judged.
-        predicted: Sum of their predicted chances.
-        kept: How many of them were kept.
-    """
-
-    judged: list[int] = field(default_factory=lambda: [0] * BINS)
-    predicted: list[float] = field(default_factory=lambda: [0.0] * BINS)
-    kept: list[int] = field(default_factory=lambda: [0] * BINS)
-
-    def add(self, chance: float, kept: bool) -> None:
-        """One judged token."""
-        which = min(int(chance * BINS), BINS - 1)
-        self.judged[which] += 1
-        self.predicted[which] += chance
-        self.kept[which] += kept
-
-    def merge(self, other: Reliability) -> None:
-        """Adds the counts of another run."""
-        for i in range(BINS):
-            self.judged[i] += other.judged[i]
-            self.predicted[i] += other.predicted[i]
-            self.kept[i] += other.kept[i]
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error; 0 where nothing was judged."""
-        gaps = (abs(p - k) for p, k in zip(self.predicted, self.kept, strict=True))
-        return sum(gaps) / max(1, sum(self.judged))
-
-    def as_json(self) -> dict[str, Any]:
-        """The sums and the error."""
-        return {
-            "judged": list(self.judged),
-            "predicted": list(self.predicted),
-            "kept": list(self.kept),
-            "ece": self.error,
-        }
 
 
 @dataclass(frozen=True)
@@ -101,7 +57,6 @@ class Edge:
             raise OptionError(f"an edge must be one of {', '.join(EDGES)}, but got '{name}'")
         self.name = name
         self.estimator = LogisticEstimator(EstimatorConfig(positions=positions))
-        self.reliability = Reliability()
         self._steps = 0
 
     def chances(self, features: Sequence[float] | Array) -> list[float]:
@@ -130,12 +85,15 @@ class Edge:
         if outcome.lossy or outcome.processed or not n:
             return
         f = np.asarray(outcome.features, dtype=np.float64)[:n]
-        kept = np.arange(n) < outcome.accepted
-        for chance, stayed in zip(self.chances(f), kept.tolist(), strict=True):
-            if chance == chance:  # a row of NaN predicts nothing
-                self.reliability.add(chance, stayed)
-        labels = kept.astype(float) if outcome.overlaps is None else np.asarray(outcome.overlaps, dtype=np.float64)[:n]
+        labels = np.arange(n) < outcome.accepted if outcome.overlaps is None else np.asarray(outcome.overlaps)[:n]
         self.estimator.observe(f[:, None], self._places(n), labels)
+
+    def score(self, outcome: Outcome, counts: Reliability) -> None:
+        """Counts what was predicted of a block beside what became of it; before it is learnt from."""
+        chances = self.chances(np.asarray(outcome.features, dtype=np.float64)[: outcome.judged])
+        for place, chance in enumerate(chances):
+            if chance == chance:  # a row of NaN predicts nothing
+                counts.add(chance, place < outcome.accepted)
 
     def step(self) -> None:
         """A decode step went by: refits where that is due."""
@@ -143,6 +101,12 @@ class Edge:
         if self._steps >= REFIT_STEPS or self.estimator.pending >= REFIT_OBSERVATIONS:
             self.estimator.refit()
             self._steps = 0
+
+    @property
+    def coefficients(self) -> list[float]:
+        """The slope and the intercepts."""
+        found: list[float] = [*self.estimator.slopes.tolist(), *self.estimator.intercepts.tolist()]
+        return found
 
     def state(self) -> dict[str, Any]:
         """Coefficients, ready for `json.dumps`."""

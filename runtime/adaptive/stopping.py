@@ -1,9 +1,9 @@
 """When to stop drafting, for drafters that cost a pass a token: a floor under the survival of a token that is still drawn.
 
-A token is drawn only if its survival, known from the row before it is drawn, reaches the floor, and a row is asked for only
-if the token before it and the place's usual chance promise as much. Everything that was drawn is verified. The floor is made
-of earlier steps, and each draft is held against it alone, so the outputs' laws are untouched (policy (b) of the
-specification: in order, up to the first token that does not pay).
+A token is drawn only if its survival, known from the row before it is drawn, reaches the floor, and beyond the first place
+a row is asked for only if the token before it and the place's usual chance promise as much. Everything that was drawn is
+verified. The floor is made of earlier steps, and each draft is held against it alone, so the outputs' laws are untouched
+(policy (b) of the specification: in order, up to the first token that does not pay).
 """
 
 from __future__ import annotations
@@ -48,6 +48,18 @@ class UsualChances:
         return found
 
 
+def asks(floor: float, usual: UsualChances, reached: float, place: int) -> bool:
+    """Whether the row of a place is worth a pass.
+
+    Args:
+        floor: The floor; an infinite one asks for nothing.
+        usual: Chances by place.
+        reached: Survival of the token before.
+        place: 0 for the first.
+    """
+    return floor < math.inf if place == 0 else reached * usual.at(place) >= floor
+
+
 def best_floor(
     drafts: Survivals,
     usual: UsualChances,
@@ -75,7 +87,7 @@ def best_floor(
         for draft in drafts:
             reached = 1.0
             for place, survival in enumerate(draft):
-                if reached * usual.at(place) < floor:
+                if not asks(floor, usual, reached, place):
                     break
                 rows[place] = rows.get(place, 0.0) + weight
                 if survival < floor:

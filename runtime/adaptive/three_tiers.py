@@ -12,8 +12,9 @@ from typing import Any
 from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, survivals
 from viasd.runtime.adaptive.costs import BatchCosts
 from viasd.runtime.adaptive.edges import Edge, Outcome
+from viasd.runtime.adaptive.history import History, Restart
 from viasd.runtime.adaptive.two_edges import Budgets, above, best_budgets
-from viasd.runtime.adaptive.verification import AdaptiveConfig, History, Offer, Restart, Tables
+from viasd.runtime.adaptive.verification import AdaptiveConfig, Offer, Tables
 
 _UNKNOWN = 0.5  # chance that the full verifier keeps a pending token, before any was seen
 
@@ -36,12 +37,12 @@ class CascadeVerification:
     ) -> None:
         self.config = config or AdaptiveConfig()
         self.slim, self.full = slim, full
-        self.offered = self.admitted = 0
         self._gamma = gamma
         self._tables = tables
         self._drafts, self._pending = History(1), History(1)
         self._restart = Restart(self.config.restart)
         self._plan: Budgets | None = None
+        self._costs: BatchCosts | None = None
         self._spent = 0.0  # seconds of the current step before its full pass
 
     @property
@@ -49,13 +50,24 @@ class CascadeVerification:
         """How often a whole draft was admitted because nothing had been for long."""
         return self._restart.count
 
-    def begin(self) -> None:
-        """A step begins: what the last one saw may be used from now on."""
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What is learnt."""
+        return (self.slim, self.full)
+
+    def begin(self, sequences: Sequence[int]) -> None:
+        """A step begins: what the last one saw may be used from now on.
+
+        Args:
+            sequences: Those that take part in it, whether they will draft or not.
+        """
         self._plan = None
-        for edge in (self.slim, self.full):
+        self._costs = self._tables(len(sequences)) if sequences else None
+        for edge in self.edges:
             edge.step()
         for history in (self._drafts, self._pending):
             history.publish()
+        self._restart.begin([s for s in sequences if self._drafts.of(s)])
 
     def admit_to_slim(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
         """Length of the prefix of every draft that the slim verifier judges.
@@ -66,17 +78,16 @@ class CascadeVerification:
         """
         n = len(offers) + others
         drafts = [survivals(self.slim.chances(offer.features)) for offer in offers]
-        costs = self._tables(n)
+        costs = self._costs
         if costs is None:
             lengths = [len(draft) for draft in drafts]
         else:
-            lengths = self._restart.applied(drafts, self._lengths(offers, drafts, n, costs))
+            lengths = self._lengths(offers, drafts, n, costs)
             fed = sum(m + 1 for m in lengths if m)
             self._spent = costs.draft_seconds(len(offers)) * self._gamma + costs.slim_seconds(fed)
         for offer, draft in zip(offers, drafts, strict=True):
             self._drafts.note(offer.sequence, draft)
-        self.offered += sum(map(len, drafts))
-        self.admitted += sum(lengths)
+        self._restart.admitted(sum(lengths))
         return lengths
 
     def admit_to_full(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
@@ -89,7 +100,7 @@ class CascadeVerification:
         n = len(offers) + others
         chances = [self.full.chances(offer.features) for offer in offers]
         tokens = [survivals(c) for c in chances]
-        costs = self._tables(n)
+        costs = self._costs
         for offer, c in zip(offers, chances, strict=True):
             self._pending.note(offer.sequence, c)
         if costs is None or self._plan is None:
@@ -99,7 +110,7 @@ class CascadeVerification:
             return allocate(tokens, best_budget(gains, n, lambda b: self._spent + costs.full_seconds(n + b)))
         floor = self._plan.floor
         return [
-            above(floor if self._drafts.of(offer.sequence) else 0.0, pending)
+            above(0.0 if self._whole(offer.sequence) else floor, pending)
             for offer, pending in zip(offers, tokens, strict=True)
         ]
 
@@ -122,10 +133,10 @@ class CascadeVerification:
 
     def _lengths(self, offers: Sequence[Offer], drafts: Survivals, n: int, costs: BatchCosts) -> list[int]:
         earlier = [self._drafts.of(offer.sequence) for offer in offers]
-        new = [not e for e in earlier]  # verified whole: nothing is known of them yet
+        new = [self._whole(offer.sequence) for offer in offers]
         greedy = all(offer.greedy for offer in offers)
-        known = [d if greedy else e[-1] for d, e in zip(drafts, earlier, strict=True) if e]
-        sequences = [offer.sequence for offer, e in zip(offers, earlier, strict=True) if e]
+        known = [d if greedy else e[-1] for d, e, w in zip(drafts, earlier, new, strict=True) if not w]
+        sequences = [offer.sequence for offer, w in zip(offers, new, strict=True) if not w]
         chances = [self._chances(s, len(draft) + 1) for s, draft in zip(sequences, known, strict=True)]
         drafting = costs.draft_seconds(len(offers)) * self._gamma
         whole = sum(len(draft) + 1 for draft, fresh in zip(drafts, new, strict=True) if fresh)
@@ -136,6 +147,10 @@ class CascadeVerification:
         self._plan = best_budgets(known, chances, n, seconds)
         chosen = iter(allocate([d for d, fresh in zip(drafts, new, strict=True) if not fresh], self._plan.slim))
         return [len(draft) if fresh else next(chosen) for draft, fresh in zip(drafts, new, strict=True)]
+
+    def _whole(self, sequence: int) -> bool:
+        """Whether everything of a sequence is verified: nothing is known of it yet, or a restart chose it."""
+        return not self._drafts.of(sequence) or sequence == self._restart.chosen
 
     def _chances(self, sequence: int, places: int) -> list[float]:
         """The full verifier's chances at a sequence's last pending places; where none was pending, their mean."""

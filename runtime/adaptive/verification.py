@@ -1,12 +1,12 @@
 """Adaptive Verification of a batch: at every step, how much of each sequence's draft goes to the verifier.
 
 See `viasd.runtime.adaptive.budget` for what is lossless: where any sequence samples, the budget comes from earlier steps
-(*stale*), where all are greedy from the current one. Without measured costs everything is admitted.
+(*stale*), where all are greedy from the current one. Where drafting costs passes, drafts stop at a floor
+(`viasd.runtime.adaptive.stopping`), also of earlier steps. Without measured costs everything is drafted and admitted.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,25 +16,27 @@ from viasd.estimator import Array
 from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, in_order, pooled, survivals
 from viasd.runtime.adaptive.costs import BatchCosts
 from viasd.runtime.adaptive.edges import Edge, Outcome
+from viasd.runtime.adaptive.history import History, Restart
+from viasd.runtime.adaptive.stopping import UsualChances, best_floor
 
 POLICIES = ("auto", "stale", "in-order")
 _WINDOW = 4  # earlier drafts of a sequence that a stale budget is made from: one is too noisy in a small batch
-_RESTART = (
-    24  # steps without an admitted token after which one whole draft is: else nothing would ever be observed again
-)
+_RESTART = 24
 _SOFT_BELOW = 8  # sequences up to which chances of being kept are learnt from instead of outcomes
+_FLOOR_DRAFTS = 64  # drafts that a floor is made from: more cost time and tell little
 
 Tables = Callable[[int], BatchCosts | None]
 
 
 @dataclass(frozen=True)
 class AdaptiveConfig:
-    """How tokens are admitted.
+    """How tokens are drafted and admitted.
 
     Attributes:
         policy: ``stale`` (a budget of earlier steps, spent by current survivals), ``in-order`` (the best token, then the
             next, up to the first that does not pay), or ``auto``: the best budget of the current step where every sequence
-            is greedy, else stale.
+            is greedy, else stale; and where drafting costs passes, drafts stop at a floor, and what was drafted is
+            admitted.
         window: Earlier drafts of a sequence that a stale budget looks at.
         restart: Steps without any admitted token after which one whole draft is admitted.
         soft_below: Up to this many sequences soft labels are learnt from.
@@ -67,65 +69,6 @@ class Offer:
     greedy: bool = False
 
 
-class History:
-    """Survivals of each sequence's last drafts, readable from the step after the one that saw them.
-
-    Args:
-        window: How many of them.
-    """
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._drafts: dict[int, deque[list[float]]] = {}
-        self._fresh: list[tuple[int, list[float]]] = []
-
-    def of(self, sequence: int) -> list[list[float]]:
-        """A sequence's last drafts before the current step; none of a new one."""
-        return list(self._drafts.get(sequence, ()))
-
-    def note(self, sequence: int, draft: list[float]) -> None:
-        """A draft of the current step."""
-        self._fresh.append((sequence, draft))
-
-    def publish(self) -> None:
-        """The current step is over."""
-        for sequence, draft in self._fresh:
-            self._drafts.setdefault(sequence, deque(maxlen=self._window)).append(draft)
-        self._fresh = []
-
-    def forget(self, sequence: int) -> None:
-        """A sequence has ended."""
-        self._drafts.pop(sequence, None)
-        self._fresh = [(s, draft) for s, draft in self._fresh if s != sequence]
-
-
-class Restart:
-    """Admits one whole draft where nothing has been admitted for long: else nothing would ever be observed again.
-
-    Args:
-        after: Steps in a row without an admitted token.
-    """
-
-    def __init__(self, after: int) -> None:
-        self.count = 0
-        self._after = after
-        self._idle = 0
-
-    def applied(self, drafts: Survivals, lengths: list[int]) -> list[int]:
-        """The lengths as they are, or one whole draft alone; a counter decides whose."""
-        if any(lengths) or not any(map(len, drafts)):
-            self._idle = 0
-            return lengths
-        self._idle += 1
-        if self._idle < self._after:
-            return lengths
-        self._idle = 0
-        self.count += 1
-        turn = self.count % len(drafts)
-        chosen = next(r for r in (*range(turn, len(drafts)), *range(turn)) if len(drafts[r]))
-        return [len(draft) if r == chosen else 0 for r, draft in enumerate(drafts)]
-
-
 class AdaptiveVerification:
     """Two tiers: which drafted tokens go to the full verifier.
 
@@ -139,21 +82,49 @@ class AdaptiveVerification:
     def __init__(self, edge: Edge, gamma: int, tables: Tables, config: AdaptiveConfig | None = None) -> None:
         self.config = config or AdaptiveConfig()
         self.edge = edge
-        self.offered = self.admitted = 0
+        self.usual = UsualChances(gamma)
         self._gamma = gamma
         self._tables = tables
         self._seen = History(self.config.window)
         self._restart = Restart(self.config.restart)
+        self._floor = 0.0
+        self._costs: BatchCosts | None = None
 
     @property
     def restarts(self) -> int:
         """How often a whole draft was admitted because nothing had been for long."""
         return self._restart.count
 
-    def begin(self) -> None:
-        """A step begins: what the last one saw may be used from now on."""
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What is learnt."""
+        return (self.edge,)
+
+    def begin(self, sequences: Sequence[int]) -> None:
+        """A step begins: what the last one saw may be used from now on.
+
+        Args:
+            sequences: Those that take part in it, whether they will draft or not.
+        """
         self.edge.step()
         self._seen.publish()
+        self._costs = self._tables(len(sequences)) if sequences else None
+        self._restart.begin([s for s in sequences if self._seen.of(s)])
+        self._floor = self._best_floor(sequences) if self.stops_drafting else 0.0
+
+    @property
+    def stops_drafting(self) -> bool:
+        """Whether drafts stop at a floor in this step."""
+        return self.config.policy == "auto" and self._costs is not None and bool(self._costs.drafter)
+
+    def floor(self, sequence: int) -> float:
+        """Survival that a token of this sequence must reach to be drafted; infinite where nothing is drafted."""
+        return self._floor if self._seen.of(sequence) and sequence != self._restart.chosen else 0.0
+
+    def stopped(self, sequence: int, reached: Sequence[float]) -> None:
+        """What was seen of a sequence's draft of this step, the survival at which it stopped included."""
+        self.usual.note([b / a if a else 0.0 for a, b in zip((1.0, *reached), reached, strict=False)])
+        self._seen.note(sequence, self.usual.extended(reached, self._gamma))
 
     def admit(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
         """Length of the prefix of every block that is verified.
@@ -163,15 +134,15 @@ class AdaptiveVerification:
             others: Sequences of the step that offer nothing and are verified all the same.
         """
         drafts = [survivals(self.edge.chances(offer.features)) for offer in offers]
-        costs = self._tables(len(offers) + others)
+        costs = self._costs
         if costs is None:
             lengths = [len(draft) for draft in drafts]
         else:
-            lengths = self._restart.applied(drafts, self._lengths(offers, drafts, others, costs))
-        for offer, draft in zip(offers, drafts, strict=True):
-            self._seen.note(offer.sequence, draft)
-        self.offered += sum(map(len, drafts))
-        self.admitted += sum(lengths)
+            lengths = self._lengths(offers, drafts, others, costs)
+        self._restart.admitted(sum(lengths))
+        if not self.stops_drafting:
+            for offer, draft in zip(offers, drafts, strict=True):
+                self._seen.note(offer.sequence, draft)
         return lengths
 
     def soft(self, sequences: int) -> bool:
@@ -191,24 +162,40 @@ class AdaptiveVerification:
         return {"edges": [self.edge.state()]}
 
     def _lengths(self, offers: Sequence[Offer], drafts: Survivals, others: int, costs: BatchCosts) -> list[int]:
-        # A sequence's first draft is verified whole: nothing is known of it yet.
-        earlier = [self._seen.of(offer.sequence) for offer in offers]
-        whole = [draft for draft, e in zip(drafts, earlier, strict=True) if not e]
-        rest = [draft for draft, e in zip(drafts, earlier, strict=True) if e]
+        greedy = all(offer.greedy for offer in offers)
+        # Verified whole: a sequence of which nothing is known yet, and the one that a restart chose.
+        whole = [not self._seen.of(offer.sequence) or offer.sequence == self._restart.chosen for offer in offers]
+        if self.stops_drafting and not greedy:
+            return [len(draft) for draft in drafts]
+        rest = [draft for draft, w in zip(drafts, whole, strict=True) if not w]
         n = len(offers) + others
-        base = n + sum(map(sum, whole))
-        drafting = costs.draft_seconds(len(offers)) * self._gamma
-        fed = n + sum(map(len, whole))
+        base = n + sum(sum(draft) for draft, w in zip(drafts, whole, strict=True) if w)
+        fed = n + sum(len(draft) for draft, w in zip(drafts, whole, strict=True) if w)
+        drafting = costs.draft_seconds(len(offers)) * max(map(len, drafts), default=0)
 
         def seconds(budget: float) -> float:
             return drafting + costs.full_seconds(fed + budget)
 
         if self.config.policy == "in-order":
             chosen = in_order(rest, base, seconds)
-        elif self.config.policy == "auto" and all(offer.greedy for offer in offers):
+        elif self.config.policy == "auto" and greedy:
             gains = sorted((s for draft in rest for s in draft), reverse=True)
             chosen = allocate(rest, best_budget(gains, base, seconds))
         else:
-            chosen = allocate(rest, best_budget(pooled([e for e in earlier if e]), base, seconds))
+            earlier = [self._seen.of(offer.sequence) for offer, w in zip(offers, whole, strict=True) if not w]
+            chosen = allocate(rest, best_budget(pooled(earlier), base, seconds))
         found = iter(chosen)
-        return [next(found) if e else len(draft) for draft, e in zip(drafts, earlier, strict=True)]
+        return [len(draft) if w else next(found) for draft, w in zip(drafts, whole, strict=True)]
+
+    def _best_floor(self, sequences: Sequence[int]) -> float:
+        costs = self._costs
+        assert costs is not None
+        known = [drafts for s in sequences if (drafts := self._seen.of(s))]
+        if not known:
+            return 0.0
+        window = max(1, min(self.config.window, _FLOOR_DRAFTS // len(known)))
+        drafts = [draft for earlier in known for draft in earlier[-window:]]
+        n = len(known)
+        return best_floor(
+            drafts, self.usual, n, costs.draft_seconds, lambda b: costs.full_seconds(n + b), weight=n / len(drafts)
+        )

@@ -39,11 +39,11 @@ class TwoTiers:
     def __init__(self, config: AdaptiveConfig, gamma: int, warm: bool = True, costs: BatchCosts | None = COSTS) -> None:
         self.inner = AdaptiveVerification(Edge("drafter->full", gamma), gamma, lambda _n: costs, config)
         if warm:
-            self.inner.begin()
+            self.inner.begin([0, 1])
             self.inner.admit([Offer(0, [2.0] * gamma), Offer(1, [1.0] * gamma)])
 
     def begin(self) -> None:
-        self.inner.begin()
+        self.inner.begin([0, 1])
 
     def admit(self, offers: list[Offer]) -> list[int]:
         return self.inner.admit(offers)
@@ -149,7 +149,7 @@ def test_illegal_policies_are_caught(what: str) -> None:
 
 def cascade(kind: type[CascadeVerification] = CascadeVerification, costs: BatchCosts = COSTS) -> CascadeVerification:
     made = kind(Edge("drafter->slim", 2), Edge("slim->full", 3), 2, lambda _n: costs)
-    made.begin()
+    made.begin([0, 1])
     made.admit_to_slim([Offer(0, [3.0, 1.0]), Offer(1, [1.0, 0.0])])
     made.admit_to_full([Offer(0, [2.0, 1.0, 1.0]), Offer(1, [1.5, 0.5])])
     return made

@@ -174,7 +174,7 @@ def three_tier_law(
         weight = float(np.prod([w for _, w in drafted]))
         blocks = [tokens for tokens, _ in drafted]
         first = copy.deepcopy(policy)
-        first.begin()
+        first.begin(range(len(toys)))
         sent = first.admit_to_slim(offers(toys, "p", prefixes, blocks))
         slim = [
             list(toy.judged((), block[:n], "p", "slim")) if n else [((), 0, 1.0)]

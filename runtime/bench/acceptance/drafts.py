@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from viasd.accept import overlaps
 from viasd.draws import SeededDraws
 from viasd.errors import OptionError
 from viasd.estimator import Array
 from viasd.files import write_atomically
 from viasd.mask import LayerMask
 from viasd.pair import Pair
-from viasd.rows import Rows
 from viasd.runtime.assembly import Assembly
 from viasd.runtime.bench.acceptance.features import MEASURED, measure_rows
 from viasd.runtime.config import DecodingConfig, Plan
@@ -103,7 +103,7 @@ def labelled_drafts(
                         "position": place,
                         **measure_rows(torch.stack(draft.logits[:judged]), draft.tokens[:judged], request.temperature),
                         "kept": (place < verdict.accepted).astype(float),
-                        "overlap": overlaps(draft.rows, q, judged),
+                        "overlap": np.array(overlaps(draft.rows, q, judged)),
                         "prompt": np.full(judged, request.number),
                         "round": np.full(judged, turn),
                     }
@@ -116,19 +116,6 @@ def labelled_drafts(
             if left < 1 or stops.intersection(emitted):
                 break
     return _joined(parts)
-
-
-def overlaps(p: Rows, q: Rows, n: int) -> Array:
-    """Chances ``[n]`` that a token drawn from `p` is kept by `q`: ``sum_v min(p, q)``, at the first n positions."""
-    if p.probs is not None and q.probs is not None:
-        shared = torch.minimum(p.probs[:n].to(q.probs.device), q.probs[:n]).sum(dim=-1)
-        found: Array = shared.double().clamp(0.0, 1.0).cpu().numpy()
-        return found
-    if p.tokens is not None and q.tokens is not None:
-        return np.array([float(a == b) for a, b in zip(p.tokens[:n], q.tokens[:n], strict=True)])
-    sharp, broad = (p, q) if p.tokens is not None else (q, p)
-    assert sharp.tokens is not None
-    return np.array(broad.at(sharp.tokens[:n]))
 
 
 def _joined(parts: Sequence[Mapping[str, Array]]) -> Columns:

@@ -10,9 +10,9 @@ import numpy as np
 
 from viasd.estimator import Array, LogisticEstimator
 from viasd.runtime.adaptive.edges import REFIT_OBSERVATIONS, REFIT_STEPS
+from viasd.runtime.adaptive.reliability import BINS
 from viasd.runtime.bench.acceptance.features import FEATURES, MEASURED, SHIPPED, Feature
 
-BINS = 10
 _FLOOR = 1e-7  # a certain and wrong prediction costs much, not infinitely much
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny import hf_greedy, model_of, pair_of, prompt_ids, save_target
 
+from viasd.accept import overlaps
 from viasd.errors import OptionError
 from viasd.mask import LayerMask
 from viasd.rows import Rows
@@ -21,7 +22,6 @@ from viasd.runtime.bench.acceptance.drafts import (
     DraftFile,
     Request,
     labelled_drafts,
-    overlaps,
     requests,
 )
 from viasd.runtime.bench.acceptance.features import FEATURES, MEASURED, POST, RAW, SHIPPED, measure_rows
@@ -200,7 +200,7 @@ def test_overlaps_of_every_kind_of_row() -> None:
     assert overlaps(Rows(probs=p), Rows(probs=q), 2) == pytest.approx([0.7, 0.4])
     assert overlaps(Rows(tokens=(1, 0)), Rows(probs=q), 2) == pytest.approx([0.8, 0.4])
     assert overlaps(Rows(probs=p), Rows(tokens=(0, 1, 1)), 1) == pytest.approx([0.5])
-    assert overlaps(Rows(tokens=(1, 0)), Rows(tokens=(1, 1, 0)), 2).tolist() == [1.0, 0.0]
+    assert overlaps(Rows(tokens=(1, 0)), Rows(tokens=(1, 1, 0)), 2) == [1.0, 0.0]
 
 
 def test_answers_take_turns_and_greedy_ones_are_not_repeated() -> None:
