@@ -184,7 +184,7 @@ class Admitter:
             return self.two_tiers.admit(offers, others)
         assert self._three_tiers is not None
         if way == ("drafter", "slim"):
-            return self._three_tiers.admit_to_slim(offers, others)
+            return self._three_tiers.admit_to_slim(offers)
         return self._three_tiers.admit_to_full(offers, others)
 
 

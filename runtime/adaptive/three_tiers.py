@@ -6,7 +6,8 @@ because of what it is; see `viasd.runtime.adaptive.two_edges`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, survivals
@@ -41,7 +42,9 @@ class CascadeVerification:
         self._tables = tables
         self._drafts, self._pending = History(1), History(1)
         self._restart = Restart(self.config.restart)
-        self._plan: Budgets | None = None
+        self._plan = Budgets(0, math.inf)
+        self._sequences = self._new = 0
+        self._greedy = False
         self._costs: BatchCosts | None = None
         self._spent = 0.0  # seconds of the current step before its full pass
 
@@ -55,34 +58,39 @@ class CascadeVerification:
         """What is learnt."""
         return (self.slim, self.full)
 
-    def begin(self, sequences: Sequence[int]) -> None:
+    def begin(self, sequences: Sequence[int], *, greedy: bool = False) -> None:
         """A step begins: what the last one saw may be used from now on.
 
         Args:
             sequences: Those that take part in it, whether they will draft or not.
+            greedy: Whether all of them are.
         """
-        self._plan = None
+        self._greedy = greedy
+        self._sequences = len(sequences)
         self._costs = self._tables(len(sequences)) if sequences else None
         for edge in self.edges:
             edge.step()
         for history in (self._drafts, self._pending):
             history.publish()
-        self._restart.begin([s for s in sequences if self._drafts.of(s)])
+        known = [s for s in sequences if self._drafts.of(s)]
+        self._restart.begin(known)
+        self._new = len(sequences) - len(known)
+        if self._costs is not None:
+            # Before anything is drawn: how many tokens there are to verify must not tell what they are.
+            self._plan = self._planned({s: self._drafts.of(s)[-1] for s in known}, self._costs)
 
-    def admit_to_slim(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
+    def admit_to_slim(self, offers: Sequence[Offer]) -> list[int]:
         """Length of the prefix of every draft that the slim verifier judges.
 
         Args:
             offers: The drafts of one step.
-            others: Sequences of the step without one.
         """
-        n = len(offers) + others
         drafts = [survivals(self.slim.chances(offer.features)) for offer in offers]
         costs = self._costs
         if costs is None:
             lengths = [len(draft) for draft in drafts]
         else:
-            lengths = self._lengths(offers, drafts, n, costs)
+            lengths = self._lengths(offers, drafts, costs)
             fed = sum(m + 1 for m in lengths if m)
             self._spent = costs.draft_seconds(len(offers)) * self._gamma + costs.slim_seconds(fed)
         for offer, draft in zip(offers, drafts, strict=True):
@@ -90,27 +98,28 @@ class CascadeVerification:
         self._restart.admitted(sum(lengths))
         return lengths
 
-    def admit_to_full(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
+    def admit_to_full(self, offers: Sequence[Offer], others: int | None = None) -> list[int]:
         """Length of the prefix of every sequence's pending tokens that the full verifier judges.
 
         Args:
             offers: The pending tokens of one step; their features are of the slim verifier's rows.
-            others: Sequences of the step without any.
+            others: Tokens that are in the full pass anyway; None for one of every sequence of the step.
         """
-        n = len(offers) + others
+        fed = self._sequences if others is None else others
         chances = [self.full.chances(offer.features) for offer in offers]
         tokens = [survivals(c) for c in chances]
         costs = self._costs
         for offer, c in zip(offers, chances, strict=True):
             self._pending.note(offer.sequence, c)
-        if costs is None or self._plan is None:
+        if costs is None:
             return [len(pending) for pending in tokens]
-        if all(offer.greedy for offer in offers):
+        if self._greedy:
             gains = sorted((s for pending in tokens for s in pending), reverse=True)
-            return allocate(tokens, best_budget(gains, n, lambda b: self._spent + costs.full_seconds(n + b)))
-        floor = self._plan.floor
+            return allocate(
+                tokens, best_budget(gains, self._sequences, lambda b: self._spent + costs.full_seconds(fed + b))
+            )
         return [
-            above(0.0 if self._whole(offer.sequence) else floor, pending)
+            above(0.0 if self._whole(offer.sequence) else self._plan.floor, pending)
             for offer, pending in zip(offers, tokens, strict=True)
         ]
 
@@ -131,22 +140,23 @@ class CascadeVerification:
         """What was learnt, ready for `json.dumps`."""
         return {"edges": [self.slim.state(), self.full.state()]}
 
-    def _lengths(self, offers: Sequence[Offer], drafts: Survivals, n: int, costs: BatchCosts) -> list[int]:
-        earlier = [self._drafts.of(offer.sequence) for offer in offers]
-        new = [self._whole(offer.sequence) for offer in offers]
-        greedy = all(offer.greedy for offer in offers)
-        known = [d if greedy else e[-1] for d, e, w in zip(drafts, earlier, new, strict=True) if not w]
-        sequences = [offer.sequence for offer, w in zip(offers, new, strict=True) if not w]
-        chances = [self._chances(s, len(draft) + 1) for s, draft in zip(sequences, known, strict=True)]
-        drafting = costs.draft_seconds(len(offers)) * self._gamma
-        whole = sum(len(draft) + 1 for draft, fresh in zip(drafts, new, strict=True) if fresh)
+    def _lengths(self, offers: Sequence[Offer], drafts: Survivals, costs: BatchCosts) -> list[int]:
+        whole = [self._whole(offer.sequence) for offer in offers]
+        if self._greedy:
+            known = {o.sequence: draft for o, draft, w in zip(offers, drafts, whole, strict=True) if not w}
+            self._plan = self._planned(known, costs)
+        chosen = iter(allocate([draft for draft, w in zip(drafts, whole, strict=True) if not w], self._plan.slim))
+        return [len(draft) if w else next(chosen) for draft, w in zip(drafts, whole, strict=True)]
+
+    def _planned(self, drafts: Mapping[int, Sequence[float]], costs: BatchCosts) -> Budgets:
+        chances = [self._chances(s, len(draft) + 1) for s, draft in drafts.items()]
+        drafting = costs.draft_seconds(self._sequences) * self._gamma
+        new = self._new * (self._gamma + 1)  # tokens of sequences that are verified whole, at most
 
         def seconds(slim: float, full: float) -> float:
-            return drafting + costs.slim_seconds(slim + whole) + costs.full_seconds(full + whole)
+            return drafting + costs.slim_seconds(slim + new) + costs.full_seconds(full + new)
 
-        self._plan = best_budgets(known, chances, n, seconds)
-        chosen = iter(allocate([d for d, fresh in zip(drafts, new, strict=True) if not fresh], self._plan.slim))
-        return [len(draft) if fresh else next(chosen) for draft, fresh in zip(drafts, new, strict=True)]
+        return best_budgets(list(drafts.values()), chances, self._sequences, seconds)
 
     def _whole(self, sequence: int) -> bool:
         """Whether everything of a sequence is verified: nothing is known of it yet, or a restart chose it."""

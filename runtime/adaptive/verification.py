@@ -88,6 +88,7 @@ class AdaptiveVerification:
         self._seen = History(self.config.window)
         self._restart = Restart(self.config.restart)
         self._floor = 0.0
+        self._sequences = 0
         self._costs: BatchCosts | None = None
 
     @property
@@ -108,6 +109,7 @@ class AdaptiveVerification:
         """
         self.edge.step()
         self._seen.publish()
+        self._sequences = len(sequences)
         self._costs = self._tables(len(sequences)) if sequences else None
         self._restart.begin([s for s in sequences if self._seen.of(s)])
         self._floor = self._best_floor(sequences) if self.stops_drafting else 0.0
@@ -126,19 +128,19 @@ class AdaptiveVerification:
         self.usual.note([b / a if a else 0.0 for a, b in zip((1.0, *reached), reached, strict=False)])
         self._seen.note(sequence, self.usual.extended(reached, self._gamma))
 
-    def admit(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
+    def admit(self, offers: Sequence[Offer], others: int | None = None) -> list[int]:
         """Length of the prefix of every block that is verified.
 
         Args:
             offers: The blocks of one step, in the order of their sequences.
-            others: Sequences of the step that offer nothing and are verified all the same.
+            others: Tokens that are in the verifier's pass anyway; None for one of every sequence of the step.
         """
         drafts = [survivals(self.edge.chances(offer.features)) for offer in offers]
         costs = self._costs
         if costs is None:
             lengths = [len(draft) for draft in drafts]
         else:
-            lengths = self._lengths(offers, drafts, others, costs)
+            lengths = self._lengths(offers, drafts, self._sequences if others is None else others, costs)
         self._restart.admitted(sum(lengths))
         if not self.stops_drafting:
             for offer, draft in zip(offers, drafts, strict=True):
@@ -168,10 +170,10 @@ class AdaptiveVerification:
         if self.stops_drafting and not greedy:
             return [len(draft) for draft in drafts]
         rest = [draft for draft, w in zip(drafts, whole, strict=True) if not w]
-        n = len(offers) + others
-        base = n + sum(sum(draft) for draft, w in zip(drafts, whole, strict=True) if w)
-        fed = n + sum(len(draft) for draft, w in zip(drafts, whole, strict=True) if w)
-        drafting = costs.draft_seconds(len(offers)) * max(map(len, drafts), default=0)
+        base = self._sequences + sum(sum(draft) for draft, w in zip(drafts, whole, strict=True) if w)
+        fed = others + sum(len(draft) for draft, w in zip(drafts, whole, strict=True) if w)
+        # As if all blocks were whole: how long they really are tells which tokens they hold.
+        drafting = costs.draft_seconds(self._sequences) * self._gamma
 
         def seconds(budget: float) -> float:
             return drafting + costs.full_seconds(fed + budget)

@@ -406,11 +406,12 @@ def test_after_long_with_nothing_admitted_one_whole_draft_is() -> None:
     assert made.restarts == 3
 
 
-def test_sequences_without_a_draft_count_in_the_pass() -> None:
+def test_what_is_in_the_pass_anyway_counts() -> None:
+    # From the ninth token on the pass is dear. Others in it, of a prompt say, leave less room for drafts.
     costs = BatchCosts(64, 8, {1: 1.0, 8: 1.0, 9: 9.0, 64: 60.0}, {}, {})
     offers = [Offer(0, CONFIDENT, greedy=True), Offer(1, DOUBTFUL, greedy=True)]
-    assert sum(controller(costs).admit(offers, others=0)) == 6
-    assert sum(controller(costs).admit(offers, others=4)) == 2
+    assert sum(controller(costs).admit(offers)) == 6
+    assert sum(controller(costs).admit(offers, others=6)) == 2
 
 
 def test_what_a_new_sequence_sends_counts_in_the_pass() -> None:
@@ -440,12 +441,12 @@ def test_policies_are_checked() -> None:
             AdaptiveConfig(**wrong)  # type: ignore[arg-type]
 
 
-def cascade(costs: BatchCosts | None) -> CascadeVerification:
+def cascade(costs: BatchCosts | None, greedy: bool = False) -> CascadeVerification:
     made = CascadeVerification(Edge("drafter->slim", 4), Edge("slim->full", 5), 4, lambda _n: costs)
     made.begin([0, 1])
     assert made.admit_to_slim([Offer(0, CONFIDENT), Offer(1, DOUBTFUL)]) == [4, 4]
     assert made.admit_to_full([Offer(0, [*CONFIDENT, 5.0]), Offer(1, DOUBTFUL[:2])]) == [5, 2]
-    made.begin([0, 1])
+    made.begin([0, 1], greedy=greedy)
     return made
 
 
@@ -454,11 +455,11 @@ def test_three_tiers_without_a_table_flat_and_steep(greedy: bool) -> None:
     drafts = [Offer(0, CONFIDENT, greedy), Offer(1, DOUBTFUL, greedy)]
     waiting = [Offer(0, [*CONFIDENT, 5.0], greedy), Offer(1, DOUBTFUL[:2], greedy)]
     for costs, slim, full in ((None, [4, 4], [5, 2]), (FLAT, [4, 4], [5, 2])):
-        made = cascade(costs)
+        made = cascade(costs, greedy)
         assert made.admit_to_slim(drafts) == slim
         assert made.admit_to_full(waiting) == full
-    assert cascade(STEEP).admit_to_slim(drafts) == [0, 0]
-    made = cascade(table(lambda n: 1 + 0.1 * n))
+    assert cascade(STEEP, greedy).admit_to_slim(drafts) == [0, 0]
+    made = cascade(table(lambda n: 1 + 0.1 * n), greedy)
     assert made.admit_to_slim(drafts)[0] == 4
     sent = made.admit_to_full(waiting)
     assert sent[0] >= 4
@@ -467,19 +468,31 @@ def test_three_tiers_without_a_table_flat_and_steep(greedy: bool) -> None:
 
 def test_a_new_sequence_of_three_tiers_is_sent_whole() -> None:
     made = cascade(STEEP)
+    made.begin([1, 7])
     slim = made.admit_to_slim([Offer(1, DOUBTFUL), Offer(7, DOUBTFUL)])
     assert slim[0] < slim[1] == 4
-    assert made.admit_to_full([Offer(7, DOUBTFUL)], others=1) == [4]
+    assert made.admit_to_full([Offer(7, DOUBTFUL)]) == [4]
     made.leave(1)
-    made.begin([0, 1])
+    made.begin([1, 7])
     slim = made.admit_to_slim([Offer(1, DOUBTFUL), Offer(7, DOUBTFUL)])
     assert slim[1] < slim[0] == 4
 
 
+def test_the_plan_of_a_step_does_not_change_while_its_tokens_are_drawn() -> None:
+    made, asked = cascade(table(lambda n: 1 + 0.1 * n)), [Offer(0, CONFIDENT), Offer(1, DOUBTFUL)]
+    first = made.admit_to_slim(asked)
+    # A second block of one sequence in the same round; the floor is the one it was.
+    made.admit_to_slim([Offer(1, CONFIDENT)])
+    other = cascade(table(lambda n: 1 + 0.1 * n))
+    assert other.admit_to_slim(asked) == first
+    waiting = [Offer(0, [*CONFIDENT, 0.3]), Offer(1, [1.0, 0.4, 0.0, -0.5, -1.0])]
+    assert made.admit_to_full(waiting) == other.admit_to_full(waiting)
+
+
 def test_drafting_that_is_paid_already_makes_both_verifiers_look_cheaper() -> None:
     drafts = [Offer(0, CONFIDENT, greedy=True), Offer(1, DOUBTFUL, greedy=True)]
-    free = cascade(table(lambda n: 0.4 + 0.4 * n)).admit_to_slim(drafts)
-    paid = cascade(table(lambda n: 0.4 + 0.4 * n, drafter=2.0)).admit_to_slim(drafts)
+    free = cascade(table(lambda n: 0.4 + 0.4 * n), True).admit_to_slim(drafts)
+    paid = cascade(table(lambda n: 0.4 + 0.4 * n, drafter=2.0), True).admit_to_slim(drafts)
     assert sum(paid) > sum(free)
 
 

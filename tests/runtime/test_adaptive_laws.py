@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,12 @@ DEAR = {2: 1.0, 3: 1.45, 4: 1.5, 5: 1.95, 6: 2.0, 8: 2.6}
 COSTS, DEAR_COSTS = (BatchCosts(2, 8, f, {n: 0.1 * s for n, s in f.items()}, {}) for f in (FULL, DEAR))
 
 
-def toys(seed: int = 1, vocabulary: int = 2, spread: float = 2.5) -> list[Toy]:
+def toys(seed: int = 1, vocabulary: int = 2, spread: float = 2.5, stop: int | None = None) -> list[Toy]:
     """Two sequences whose laws p, q' and q are related and change with every token."""
     found = []
     for r in range(2):
         q, a, b = (random_table(100 * seed + 10 * r + i, vocabulary, s) for i, s in ((0, spread), (1, 1.5), (2, 0.8)))
-        found.append(Toy(lambda x, q=q, a=a: q(x) + a(x), q, lambda x, q=q, b=b: q(x) + b(x), vocabulary))
+        found.append(Toy(lambda x, q=q, a=a: q(x) + a(x), q, lambda x, q=q, b=b: q(x) + b(x), vocabulary, stop))
     return found
 
 
@@ -83,6 +84,20 @@ def test_longer_drafts_and_a_new_sequence_are_exact(name: str) -> None:
     wide = toys(4, vocabulary=3)
     law = two_tier_law(wide, lambda: TwoTiers(POLICIES[name], 2), gamma=2, length=3, steps=1)
     assert joint_error(law, wide, [(), ()], 3) < EXACT
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_drafts_that_end_at_a_token_are_exact(name: str) -> None:
+    # How long a draft is tells which tokens it holds; no decision may hang on that.
+    drafting = BatchCosts(2, 8, FULL, {}, {1: 0.15, 2: 0.2})
+    for seed in range(1, 7):
+        found = toys(seed, stop=1)
+        for costs in (COSTS, DEAR_COSTS, drafting):
+            config = replace(
+                POLICIES[name], policy="stale" if POLICIES[name].policy == "auto" else POLICIES[name].policy
+            )
+            law = two_tier_law(found, lambda c=costs, k=config: TwoTiers(k, 3, costs=c), gamma=3, length=4, steps=1)
+            assert joint_error(law, found, [(), ()], 4) < EXACT
 
 
 def test_allocating_a_fixed_budget_is_exact_whatever_it_is() -> None:
@@ -167,15 +182,24 @@ def test_three_tiers_have_exactly_the_targets_joint_law() -> None:
     assert len({full for _, full in trimmed}) >= 4
 
 
+def test_three_tiers_are_exact_where_drafts_end_at_a_token() -> None:
+    drafting = BatchCosts(2, 8, FULL, {n: 0.1 * s for n, s in FULL.items()}, {1: 0.15, 2: 0.2})
+    for seed in range(1, 7):
+        found = toys(seed, stop=1)
+        for costs in (COSTS, DEAR_COSTS, drafting):
+            law = three_tier_law(found, cascade(costs=costs), gamma=2, length=4)
+            assert joint_error(law, found, [(), ()], 4) < EXACT
+
+
 class FixedCascade(CascadeVerification):
     """A budget for the slim verifier, and a floor or a budget for the full one."""
 
     slim_budget, full_budget, floor = 0, None, 0.0
 
-    def admit_to_slim(self, offers: Any, others: int = 0) -> list[int]:
+    def admit_to_slim(self, offers: Any) -> list[int]:
         return allocate([survivals(self.slim.chances(o.features)) for o in offers], self.slim_budget)
 
-    def admit_to_full(self, offers: Any, others: int = 0) -> list[int]:
+    def admit_to_full(self, offers: Any, others: int | None = None) -> list[int]:
         pending = [survivals(self.full.chances(o.features)) for o in offers]
         if self.full_budget is None:
             return [above(self.floor, p) for p in pending]
@@ -204,8 +228,9 @@ def test_two_fixed_budgets_one_behind_the_other_are_caught() -> None:
 class CurrentPending(CascadeVerification):
     """Chooses how many pending tokens to send by what is pending."""
 
-    def admit_to_full(self, offers: Any, others: int = 0) -> list[int]:
-        return super().admit_to_full([Offer(o.sequence, o.features, greedy=True) for o in offers], others)
+    def admit_to_full(self, offers: Any, others: int | None = None) -> list[int]:
+        self._greedy = True
+        return super().admit_to_full(offers, others)
 
 
 def test_a_budget_of_what_is_pending_is_caught() -> None:

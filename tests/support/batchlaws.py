@@ -28,10 +28,14 @@ class Toy:
         q: Full verifier's.
         slim: Slim verifier's, for three tiers.
         vocabulary: Tokens.
+        stop: Nothing is drafted behind this token, so that drafts have all lengths; None for whole ones.
     """
 
-    def __init__(self, p: Table, q: Table, slim: Table | None = None, vocabulary: int = 2) -> None:
+    def __init__(
+        self, p: Table, q: Table, slim: Table | None = None, vocabulary: int = 2, stop: int | None = None
+    ) -> None:
         self.vocabulary = vocabulary
+        self.stop = stop
         self._tables = {"p": p, "q": q, "slim": slim or q}
         self.completed = cache(self._completed)
         self.row = cache(self._row)
@@ -57,13 +61,13 @@ class Toy:
         return sum(row[x] * self.completed((*prefix, x), length) for x in range(self.vocabulary))
 
     def _drafts(self, prefix: Prefix, n: int) -> list[Block]:
-        """Every draft of n tokens and its probability."""
-        found = []
-        for tokens in itertools.product(range(self.vocabulary), repeat=n):
-            weight = 1.0
-            for i, x in enumerate(tokens):
-                weight *= self.row("p", (*prefix, *tokens[:i]))[x]
-            found.append((tokens, weight))
+        """Every draft of n tokens (fewer where it stops) and its probability."""
+        if n == 0:
+            return [((), 1.0)]
+        found: list[Block] = []
+        for x, weight in enumerate(self.row("p", prefix)):
+            rest = [((), 1.0)] if x == self.stop else self.drafts((*prefix, x), n - 1)
+            found += [((x, *tokens), weight * w) for tokens, w in rest]
         return found
 
     def judged(
@@ -188,7 +192,7 @@ def three_tier_law(
             second = copy.deepcopy(first)
             offered = [o for o in offers(toys, "slim", prefixes, pending) if len(o.features)]
             lengths = dict.fromkeys(range(len(toys)), 0)
-            answered = second.admit_to_full(offered, len(toys) - len(offered))
+            answered = second.admit_to_full(offered)
             lengths |= {o.sequence: n for o, n in zip(offered, answered, strict=True)}
             seen.add((tuple(sent), tuple(lengths.values())))
             parts = [
