@@ -37,6 +37,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    if argv[:1] == ["export"]:
+        from viasd.search.export import run
+
+        return run(argv[1:])
     args = parse_args(argv)
     return _search(args) if args.command == "search" else _read(args)
 

@@ -17,6 +17,8 @@ also:
   {PROG} compare A B      two mask files side by side
   {PROG} pick FRONT (--skipped N | --number N) --output FILE
                                   another mask of a pareto front, as a file
+  {PROG} export MASK --output DIR
+                                  its slim verifier as a model of its own, for other tools to draft with
 
 cost is R(q' || q) of the slim verifier q' against the full verifier q, per token of text that the target wrote itself,
 run in blocks of gamma + 1 as decoding does. A study can be continued, by the same command, after any interruption, and by

@@ -6,32 +6,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from viasd import hf
     from viasd.errors import ViasdError
     from viasd.load import load_pair
     from viasd.mask import LayerMask
     from viasd.pair import Pair, make_pair
     from viasd.runtime.api import generate, stream
+    from viasd.runtime.engine import Engine
     from viasd.runtime.result import Result
 
 __version__ = "0.1.0"
 
 # The face is resolved on first use: importing a mask file reader does not import a decoding loop.
 _FACE = {
+    "Engine": "viasd.runtime.engine",
     "LayerMask": "viasd.mask",
     "Pair": "viasd.pair",
     "Result": "viasd.runtime.result",
     "ViasdError": "viasd.errors",
     "generate": "viasd.runtime.api",
+    "hf": "viasd.hf",
     "load_pair": "viasd.load",
     "make_pair": "viasd.pair",
     "stream": "viasd.runtime.api",
 }
-__all__ = ["LayerMask", "Pair", "Result", "ViasdError", "generate", "load_pair", "make_pair", "stream"]
+__all__ = [
+    "Engine",
+    "LayerMask",
+    "Pair",
+    "Result",
+    "ViasdError",
+    "generate",
+    "hf",
+    "load_pair",
+    "make_pair",
+    "stream",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _FACE:
-        return getattr(importlib.import_module(_FACE[name]), name)
+        module = importlib.import_module(_FACE[name])
+        return module if _FACE[name] == f"viasd.{name}" else getattr(module, name)
     raise AttributeError(f"module 'viasd' has no attribute '{name}'")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -78,6 +79,34 @@ def write_atomically(path: Path, content: bytes | str, error: type[ViasdError] =
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_atomically(path: Path, error: type[ViasdError] = WeightsError) -> Iterator[Path]:
+    """Gives a temporary folder beside `path` to fill, and moves it there once that has gone well.
+
+    Args:
+        path: Folder to make; it must not be there, its parent must.
+        error: Class raised when the disk is full, the parent isn't writable, and the like.
+
+    Raises:
+        ViasdError: Of class `error`. Nothing is left then, nor after any other exception.
+    """
+    temporary: Path | None = None
+    try:
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        yield temporary
+        for file in temporary.rglob("*"):
+            os.chmod(file, usual_mode(folder=file.is_dir()))
+        os.chmod(temporary, usual_mode(folder=True))
+        if path.exists():  # since it was looked for: a folder that is empty would be replaced without a word
+            raise error(f"can't write {path}: it is there already")
+        os.rename(temporary, path)
+    except OSError as failure:
+        raise error(f"can't write {path}: {why(failure)}") from failure
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sha256_of(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Where proposals come from: a model, the target with more layers skipped, earlier text, or two of these in a cascade."""
 
-from viasd.runtime.drafters.base import Draft, Drafter, PasslessDrafter, SteppedDrafter
+from viasd.runtime.drafters.base import Draft, Drafter, ModelLine, PasslessDrafter, SteppedDrafter, run_drafts
 from viasd.runtime.drafters.horizontal import HorizontalDrafter
 from viasd.runtime.drafters.lookup import LookupDrafter
 from viasd.runtime.drafters.model import ModelDrafter
@@ -14,8 +14,10 @@ __all__ = [
     "HorizontalDrafter",
     "LookupDrafter",
     "ModelDrafter",
+    "ModelLine",
     "PasslessDrafter",
     "SelfDrafter",
     "SteppedDrafter",
     "VerticalDrafter",
+    "run_drafts",
 ]

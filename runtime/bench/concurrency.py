@@ -1,0 +1,264 @@
+"""Tokens per second by number of sequences: ``python -m viasd.runtime.bench.concurrency``.
+
+For every method and concurrency an engine is kept full: whenever a request ends, the next prompt takes its place, with a
+length drawn from one seed. What is measured begins when all places are taken and the first prompts have been run, and ends
+after a time; prompts that come in meanwhile are part of it, as in use. Methods and concurrencies take turns, so that
+a machine that grows slower does so for all. One JSON line a measurement goes to ``--output``; the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from viasd.errors import OptionError
+from viasd.files import write_atomically
+from viasd.runtime.bench.dataset import Dataset, load_dataset
+from viasd.runtime.bench.records import read_lines
+from viasd.runtime.bench.report import markdown_table
+from viasd.runtime.command import check_writable, complain, run_command
+from viasd.runtime.models import Parser, add_model_options, check_models, load_models
+
+if TYPE_CHECKING:
+    from viasd.pair import Pair
+
+PROG = "concurrency"
+METHODS = ("plain", *(f"sd:gamma={gamma},draft_length=fixed" for gamma in (2, 4, 8)))
+CONCURRENCIES = (1, 2, 4, 8, 16, 32)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the measurements and prints a table on stdout."""
+    return run_command(PROG, lambda: _main(argv), "interrupted; what was measured is kept")
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    args = _parse(argv)
+    dataset = load_dataset(args.dataset, args.limit)
+    with contextlib.redirect_stdout(sys.stderr):
+        pair = load_models(args, lambda line: complain(PROG, line))
+        settings = _settings(pair, args, dataset)
+        records = [] if args.output is None else _read(args.output, settings)
+        for record in _measured(pair, args, dataset, records):
+            record["settings"] = settings
+            records.append(record)
+            if args.output is not None:
+                with open(args.output, "a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(record) + "\n")
+            complain(PROG, f"{record['method']} at {record['concurrency']}: {record['tokens_per_second']:.1f} tok/s")
+    print(markdown_table(table(records)))
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog=f"python -m viasd.runtime.bench.{PROG}", description=__doc__, allow_abbrev=False)
+    add_model_options(parser)
+    parser.add_argument("--mask", default="none", help="of methods with a slim verifier")
+    parser.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help=f"a strategy with options of `viasd.generate`; may be repeated (default: {' '.join(METHODS)})",
+    )
+    parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCIES)), metavar="N,N,...")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dataset", metavar="FILE", help="prompts, as for viasd-bench (default: built-in ones)")
+    parser.add_argument("--limit", type=int, metavar="N", help="prompts per task")
+    parser.add_argument("--tokens", default="32,128", metavar="LEAST,MOST", help="lengths of answers")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of every measurement")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", metavar="FILE")
+    args = parser.parse_args(argv)
+    args.base = args.quiet = None if args.base is None else args.base
+    check_models(args)
+    args.method = args.method or list(METHODS)
+    args.concurrency = _numbers("concurrency", args.concurrency)
+    args.tokens = _numbers("tokens", args.tokens)
+    if len(args.tokens) != 2 or args.tokens[0] > args.tokens[1]:
+        raise OptionError(f"--tokens takes the least and the most, such as 32,128, but got {args.tokens}")
+    for name in ("seconds", "repeats"):
+        if not getattr(args, name) > 0:
+            raise OptionError(f"--{name} must be above 0, but got {getattr(args, name)}")
+    for method in args.method:
+        method_options(method)
+    if args.output is not None:
+        check_writable("output", args.output)
+    return args
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise OptionError(f"--{name} takes whole numbers of at least 1, such as 1,8,32, but got '{text}'")
+    return numbers
+
+
+def method_options(method: str) -> dict[str, Any]:
+    """The options of a method such as ``sd:gamma=5,draft_length=fixed``.
+
+    Raises:
+        OptionError: If it is malformed. What the options mean is for `viasd.runtime.requests.make_config` to say.
+    """
+    name, _, rest = method.partition(":")
+    options: dict[str, Any] = {"strategy": name}
+    for part in rest.split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        if not (key and equals and value):
+            raise OptionError(f"--method takes NAME:OPTION=VALUE,..., but got '{method}'")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    if options.get("tiers") is not None:
+        options["tiers"] = str(options["tiers"])
+    return options
+
+
+def _settings(pair: Pair, args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
+    from viasd.runtime.bench.provenance import environment
+
+    return {
+        "pair": pair.name,
+        **environment(pair),
+        "mask": args.mask,
+        "temperature": args.temperature,
+        "dataset": dataset.sha256,
+        "limit": args.limit,
+        "tokens": args.tokens,
+        "seconds": args.seconds,
+        "seed": args.seed,
+    }
+
+
+def _read(path: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was measured before; a half-written last line is taken away."""
+    if not Path(path).exists():
+        return []
+    records, whole = read_lines(path)
+    if any(record.get("settings") != json.loads(json.dumps(settings)) for record in records):
+        raise OptionError(f"'{path}' holds measurements of other settings; choose another --output, or remove the file")
+    if whole != Path(path).stat().st_size:
+        write_atomically(Path(path), "".join(json.dumps(record) + "\n" for record in records), OptionError)
+    return records
+
+
+def _measured(
+    pair: Pair, args: argparse.Namespace, dataset: Dataset, before: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    had = {(r["method"], r["concurrency"], r["repeat"]) for r in before}
+    for repeat, concurrency, method in itertools.product(range(args.repeats), args.concurrency, args.method):
+        if (method, concurrency, repeat) not in had:
+            record = measure(
+                pair,
+                {**method_options(method), "temperature": args.temperature},
+                concurrency,
+                [item.text for item in dataset.items],
+                args.mask,
+                tokens=(args.tokens[0], args.tokens[1]),
+                seconds=args.seconds,
+                seed=args.seed + repeat,
+            )
+            yield {"method": method, "concurrency": concurrency, "repeat": repeat, **record}
+
+
+def measure(
+    pair: Pair,
+    options: Mapping[str, Any],
+    concurrency: int,
+    texts: Sequence[str],
+    mask: str | None = None,
+    *,
+    tokens: tuple[int, int],
+    seconds: float,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Throughput of one method at one concurrency.
+
+    Args:
+        pair: The pair.
+        options: Of every request.
+        concurrency: Requests that run at once.
+        texts: Prompts, drawn from in an order of their own.
+        mask: Of the engine.
+        tokens: Least and most tokens of an answer.
+        seconds: How long to measure.
+        seed: Of order, lengths and sampling.
+
+    Returns:
+        ``tokens_per_second``, and counts of what ended meanwhile: ``drafted``, ``gated``, ``kept``, ``rounds``, ``emitted``.
+    """
+    from viasd.runtime.engine import Engine
+
+    rng = random.Random(seed)
+    engine = Engine(pair, mask=mask, concurrency=concurrency)
+    added = 0
+
+    def fill() -> None:
+        nonlocal added
+        while len(engine.running) + len(engine.waiting) < concurrency:
+            text = texts[rng.randrange(len(texts))]
+            prompt: Any = [{"role": "user", "content": text}] if pair.is_chat else text
+            length = rng.randint(*tokens)
+            engine.add(prompt, max_new_tokens=length, ignore_eos=True, seed=seed + added, **options)
+            added += 1
+
+    fill()
+    spoken: set[int] = set()
+    while len(spoken) < concurrency:  # every place has run its prompt
+        spoken |= {event.request for event in engine.step() if event.token_ids}
+        fill()
+    engine.results.clear()
+    emitted, steps, start = 0, 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        emitted += sum(len(event.token_ids) for event in engine.step())
+        steps += 1
+        fill()
+    stats = [result.stats for result in engine.results.values()]
+    engine.close()
+    counts = {name: sum(getattr(s, name) for s in stats) for name in ("drafted", "gated", "kept", "rounds", "emitted")}
+    return {"tokens_per_second": emitted / elapsed, "tokens": emitted, "seconds": elapsed, "steps": steps, **counts}
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Median tokens/s by method and concurrency; in brackets the ratio to the first method at the same concurrency."""
+    concurrencies = sorted({r["concurrency"] for r in records})
+    methods = list(dict.fromkeys(r["method"] for r in records))
+    speeds: dict[tuple[str, int], float] = {}
+    for method, concurrency in itertools.product(methods, concurrencies):
+        found = [r["tokens_per_second"] for r in records if (r["method"], r["concurrency"]) == (method, concurrency)]
+        if found:
+            speeds[method, concurrency] = statistics.median(found)
+    rows = [["tok/s by sequences", *map(str, concurrencies)]]
+    for method in methods:
+        row = [method]
+        for concurrency in concurrencies:
+            speed, first = speeds.get((method, concurrency)), speeds.get((methods[0], concurrency))
+            shown = "" if speed is None else f"{speed:.1f}"
+            row.append(shown if method == methods[0] or not (speed and first) else f"{shown} ({speed / first:.2f}x)")
+        rows.append(row)
+    one = min(concurrencies)
+    for method in methods:
+        base = speeds.get((method, one))
+        if base:
+            rows.append(
+                [f"{method} over {one}"]
+                + [f"{speeds[method, c] / base:.2f}x" if (method, c) in speeds else "" for c in concurrencies]
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
