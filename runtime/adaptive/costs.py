@@ -23,10 +23,10 @@ from viasd.remember import remembered
 from viasd.routes import Route
 from viasd.runtime.costs import accelerator, interpolated, models_said
 
-SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # sizes of a batch that tables are made for; the next larger one is used
-_BUCKETS = (128, 512, 2048)  # lengths of the text before the pass
-_SHARES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0, 13.0)  # tokens of a pass, in tokens a sequence
-_EDGES = (32, 33)  # where passes change from our kernels to torch's products
+_CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)  # batches that tables are made for; the next larger one is used
+_BUCKETS = (256, 1024, 4096)  # lengths of the text before the pass
+# Total tokens of the passes that are timed; from 33 on they run through torch's products instead of our kernels.
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512)
 _REPEATS = 5
 _PATIENCE = 4.0  # seconds after which fewer repeats have to do
 _CACHES = (
@@ -37,10 +37,10 @@ _LEAST_GAIN = 0.02
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Median seconds of packed passes of a batch.
+    """Median seconds of packed passes.
 
     Attributes:
-        sequences: Sequences of the passes.
+        sequences: Most sequences that they carry: passes of fewer tokens carry one of each, larger ones several.
         context: Tokens before them.
         full: Tokens of a pass -> seconds of the full verifier, never falling.
         slim: The same of the slim verifier; empty without one.
@@ -91,36 +91,36 @@ def _seconds(known: Mapping[int, float], tokens: float) -> float:
 
 
 def batch_costs(
-    pair: Pair, route: Route | None, sequences: int, context: int, gamma: int, drafter: Route | None = None
+    pair: Pair, route: Route | None, concurrency: int, context: int, gamma: int, drafter: Route | None = None
 ) -> BatchCosts:
     """The table of a batch: remembered, read from the cache folder, or measured and kept there.
 
     Args:
         pair: The pair.
         route: Layers of the slim verifier, or None.
-        sequences: Sequences of a step; the next larger table is used.
+        concurrency: Most sequences of a step; the next larger table is used.
         context: Tokens before a pass, likewise.
         gamma: Longest block.
         drafter: Layers of the self drafter, for that kind.
     """
     limit = pair.target.context_length - gamma - 2
     bucket = max(1, min(next((b for b in _BUCKETS if b >= context), _BUCKETS[-1]), limit))
-    size = next((n for n in SEQUENCES if n >= sequences), SEQUENCES[-1])
-    key = ("batch costs", route, drafter, size, bucket, gamma, torch.get_num_threads())
+    most = next((n for n in _CONCURRENCY if n >= concurrency), _CONCURRENCY[-1])
+    key = ("batch costs", route, drafter, most, bucket, gamma, torch.get_num_threads())
     if key not in pair.measured:
         said = {
             "machine": [cpu_name(), os.cpu_count(), torch.get_num_threads(), accelerator(pair)],
             **models_said(pair),
             "routes": [None if r is None else r.key for r in (route, drafter)],
-            "sequences": size,
+            "concurrency": most,
             "bucket": bucket,
-            "gamma": gamma,
+            "sizes": sizes(most, gamma),
         }
         with torch.inference_mode():
             pair.measured[key] = remembered(
                 "batch-costs",
                 said,
-                lambda: _measure(pair, route, drafter, size, bucket, gamma),
+                lambda: _measure(pair, route, drafter, most, bucket, gamma),
                 BatchCosts.as_json,
                 _parsed,
             )
@@ -128,11 +128,10 @@ def batch_costs(
     return table
 
 
-def sizes(sequences: int, gamma: int) -> list[int]:
+def sizes(concurrency: int, gamma: int) -> list[int]:
     """Total tokens of the passes that are timed for a batch."""
-    largest = sequences * (gamma + 1)
-    inside = {round(sequences * share) for share in _SHARES} | set(_EDGES)
-    return sorted({n for n in inside if sequences <= n < largest} | {largest})
+    largest = min(concurrency * (gamma + 1), _SIZES[-1])
+    return [n for n in _SIZES if n < largest] + [largest]
 
 
 def _parsed(data: Any) -> BatchCosts:
@@ -152,7 +151,7 @@ def _measure(
             jobs["slim", n] = target.job(n, route)
     if pair.drafter is not None or drafter is not None:
         batch = target if pair.drafter is None else _Batch(pair.drafter, sequences, bucket)
-        for n in sorted({s for s in SEQUENCES if s < sequences} | {sequences}):
+        for n in (s for s in _CONCURRENCY if s <= sequences):
             jobs["drafter", n] = batch.job(n, drafter)
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in jobs}
     begun = time.perf_counter()

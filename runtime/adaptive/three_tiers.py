@@ -28,7 +28,7 @@ class CascadeVerification:
     Args:
         slim: Chances that the slim verifier keeps drafted tokens.
         full: Chances that the full verifier keeps pending ones.
-        gamma: Longest drafted block.
+        gamma: Longest drafted block; may be changed between two steps.
         tables: Number of sequences of a step -> costs of its passes, or None where there are none.
         config: Policy; ``in-order`` is for two tiers.
     """
@@ -38,7 +38,7 @@ class CascadeVerification:
     ) -> None:
         self.config = config or AdaptiveConfig()
         self.slim, self.full = slim, full
-        self._gamma = gamma
+        self.gamma = gamma
         self._tables = tables
         self._drafts, self._pending = History(1), History(1)
         self._restart = Restart(self.config.restart)
@@ -92,7 +92,7 @@ class CascadeVerification:
         else:
             lengths = self._lengths(offers, drafts, costs)
             fed = sum(m + 1 for m in lengths if m)
-            self._spent = costs.draft_seconds(len(offers)) * self._gamma + costs.slim_seconds(fed)
+            self._spent = costs.draft_seconds(len(offers)) * self.gamma + costs.slim_seconds(fed)
         for offer, draft in zip(offers, drafts, strict=True):
             self._drafts.note(offer.sequence, draft)
         self._restart.admitted(sum(lengths))
@@ -150,8 +150,8 @@ class CascadeVerification:
 
     def _planned(self, drafts: Mapping[int, Sequence[float]], costs: BatchCosts) -> Budgets:
         chances = [self._chances(s, len(draft) + 1) for s, draft in drafts.items()]
-        drafting = costs.draft_seconds(self._sequences) * self._gamma
-        new = self._new * (self._gamma + 1)  # tokens of sequences that are verified whole, at most
+        drafting = costs.draft_seconds(self._sequences) * self.gamma
+        new = self._new * (self.gamma + 1)  # tokens of sequences that are verified whole, at most
 
         def seconds(slim: float, full: float) -> float:
             return drafting + costs.slim_seconds(slim + new) + costs.full_seconds(full + new)

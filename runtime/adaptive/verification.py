@@ -74,7 +74,7 @@ class AdaptiveVerification:
 
     Args:
         edge: Chances that the full verifier keeps them.
-        gamma: Longest block.
+        gamma: Longest block; may be changed between two steps.
         tables: Number of sequences of a step -> costs of its passes, or None where there are none.
         config: Policy.
     """
@@ -82,8 +82,8 @@ class AdaptiveVerification:
     def __init__(self, edge: Edge, gamma: int, tables: Tables, config: AdaptiveConfig | None = None) -> None:
         self.config = config or AdaptiveConfig()
         self.edge = edge
-        self.usual = UsualChances(gamma)
-        self._gamma = gamma
+        self.usual = UsualChances(len(edge.estimator.intercepts))
+        self.gamma = gamma
         self._tables = tables
         self._seen = History(self.config.window)
         self._restart = Restart(self.config.restart)
@@ -126,7 +126,7 @@ class AdaptiveVerification:
     def stopped(self, sequence: int, reached: Sequence[float]) -> None:
         """What was seen of a sequence's draft of this step, the survival at which it stopped included."""
         self.usual.note([b / a if a else 0.0 for a, b in zip((1.0, *reached), reached, strict=False)])
-        self._seen.note(sequence, self.usual.extended(reached, self._gamma))
+        self._seen.note(sequence, self.usual.extended(reached, self.gamma))
 
     def admit(self, offers: Sequence[Offer], others: int | None = None) -> list[int]:
         """Length of the prefix of every block that is verified.
@@ -173,7 +173,7 @@ class AdaptiveVerification:
         base = self._sequences + sum(sum(draft) for draft, w in zip(drafts, whole, strict=True) if w)
         fed = others + sum(len(draft) for draft, w in zip(drafts, whole, strict=True) if w)
         # As if all blocks were whole: how long they really are tells which tokens they hold.
-        drafting = costs.draft_seconds(self._sequences) * self._gamma
+        drafting = costs.draft_seconds(self._sequences) * self.gamma
 
         def seconds(budget: float) -> float:
             return drafting + costs.full_seconds(fed + budget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -158,7 +159,7 @@ def _measure(
     _fill(found, pair, dataset, mask, args, screen)
     return {
         "settings": settings,
-        "provenance": {**provenance(pair, {}, argv), "command": f"{PROG} {' '.join(argv)}"},
+        "provenance": {**provenance(pair, {}, argv), "command": f"{PROG} {shlex.join(argv)}"},
         "answers": found.done,
         "scores": score(found.columns, args.labels),
     }
