@@ -107,6 +107,7 @@ def generate(
     guard: Guard | None = None,
     config: GenerationConfig | None = None,
     concurrency: int | None = None,
+    adaptive: str | None = None,
     **options: Any,
 ) -> Result | list[Result]:
     """Makes a whole answer, or one for each of several prompts, which are then decoded together. Arguments as for `stream`.
@@ -119,6 +120,7 @@ def generate(
         guard: See `stream`; of a single prompt alone.
         config: See `stream`.
         concurrency: Of several prompts: most answers at once.
+        adaptive: Of several prompts: Adaptive Verification, ``off`` (the default), ``on`` or ``auto``; see `viasd.Engine`.
         **options: See `stream`. With several prompts each gets copies of the logits processors, and the same seed.
 
     Returns:
@@ -134,9 +136,12 @@ def generate(
             raise OptionError("a guard learns from one answer after the other, so it is for one prompt at a time")
         config = settled_config(config, options)
         _check_mask_use(config, mask)
-        return answer_all(pair, prompts, config, mask=mask, heads=heads, concurrency=concurrency)
-    if concurrency is not None:
-        raise OptionError("concurrency is for several prompts, but there is one; give a list, or leave it out")
+        return answer_all(
+            pair, prompts, config, mask=mask, heads=heads, concurrency=concurrency, adaptive=adaptive or "off"
+        )
+    for name, value in (("concurrency", concurrency), ("adaptive", adaptive)):
+        if value is not None:
+            raise OptionError(f"{name} is for several prompts, but there is one; give a list, or leave it out")
     answer = stream(pair, prompt, mask=mask, heads=heads, guard=guard, config=config, **options)
     for _ in answer:
         pass

@@ -90,7 +90,7 @@ def cost_table(pair: Pair, route: Route | None, context: int, gamma: int, drafte
     key = ("costs", route, drafter, bucket, sizes, torch.get_num_threads())
     if key not in pair.measured:
         said = {
-            "machine": [cpu_name(), os.cpu_count(), torch.get_num_threads(), _accelerator(pair)],
+            "machine": [cpu_name(), os.cpu_count(), torch.get_num_threads(), accelerator(pair)],
             **models_said(pair),
             "routes": [None if r is None else r.key for r in (route, drafter)],
             "bucket": bucket,
@@ -120,7 +120,8 @@ def models_said(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _accelerator(pair: Pair) -> str:
+def accelerator(pair: Pair) -> str:
+    """Name of the device that passes run on."""
     return (
         torch.cuda.get_device_name(pair.target.device) if pair.target.device.type == "cuda" else pair.target.device.type
     )

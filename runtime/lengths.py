@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from viasd.draws import SeededDraws
+from viasd.runtime.adaptive.budget import best_budget, survivals
 from viasd.runtime.drafters import LookupDrafter
 from viasd.sampling import Sampler
 
@@ -58,14 +59,9 @@ class DraftLength:
             room: Longest block that still fits.
             label: Kind of the draft (for lookup, how long an n-gram it matched); each kind has chances of its own.
         """
-        best, rate = 0, _MARGIN / self._seconds[0]
-        chance, expected = 1.0, 1.0
-        for m in range(1, min(room, len(self._seconds) - 1) + 1):
-            chance *= self.chance(label, m - 1)
-            expected += chance
-            if expected / self._seconds[m] > rate:
-                best, rate = m, expected / self._seconds[m]
-        return best
+        longest = min(room, len(self._seconds) - 1)
+        gains = survivals([self.chance(label, place) for place in range(longest)])
+        return best_budget(gains, 1.0, lambda m: self._seconds[int(m)], _MARGIN)
 
     def chance(self, label: int, place: int) -> float:
         """Estimated chance that the token at a place of a block is kept when all before it were."""

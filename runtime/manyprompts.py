@@ -7,11 +7,13 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from viasd.errors import OptionError, ViasdError
+from viasd.files import write_atomically
 from viasd.runtime.answerfile import AnswerFile
 from viasd.runtime.command import INTERRUPTED, complain
 from viasd.runtime.display import Screen, print_json
@@ -45,6 +47,7 @@ def run_prompts(pair: Pair, lines: Sequence[PromptLine], args: argparse.Namespac
     from viasd.runtime.engine import Engine
 
     options = options_from_args(args)
+    state = None if args.adaptive_state is None else _read_state(args.adaptive_state)
     # Unmasked strategies are told so by the options themselves.
     engine = Engine(
         pair,
@@ -52,6 +55,8 @@ def run_prompts(pair: Pair, lines: Sequence[PromptLine], args: argparse.Namespac
         heads=args.heads or "auto",
         **({} if args.concurrency is None else {"concurrency": args.concurrency}),
         kv_budget=None if args.kv_budget is None else int(args.kv_budget * _GB),
+        adaptive=args.adaptive_verification or "auto",
+        adaptive_state=state,
     )
     wanted = {line.number: _fingerprint(pair, engine, line, options, args) for line in lines}
     output = None if args.output is None else AnswerFile(args.output, wanted)
@@ -88,6 +93,7 @@ class _Run:
         self._shown = iter(sorted(lines))
         self._next = next(self._shown, None)
         self._tokens = self._failed = self._lossy = 0
+        self._offered = self._admitted = 0
 
     def ask(self, options: Mapping[str, Any]) -> None:
         """Gives all requests to the engine, which checks them."""
@@ -139,6 +145,7 @@ class _Run:
                 return self._interrupted(done, of)
         if self._output is not None:
             self._output.finish()
+        self._keep_state()
         self._tell(time.perf_counter() - started)
         return FAILED if self._failed else 0
 
@@ -148,6 +155,8 @@ class _Run:
         for note in result.notes if result.lossless else result.notes[:-1]:
             self._screen.note(note)
         self._lossy += not result.lossless
+        self._offered += result.stats.adaptive.offered
+        self._admitted += result.stats.adaptive.admitted
         if result.error is not None:
             self._failed += 1
             complain(PROG, f"line {line.number}: {result.error}")
@@ -178,6 +187,15 @@ class _Run:
         complain(PROG, f"interrupted after {done} of {of} prompts; {kept}")
         return INTERRUPTED
 
+    def _keep_state(self) -> None:
+        path, state = self._args.adaptive_state, self._engine.adaptive_state()
+        if path is None:
+            return
+        if state is None:
+            self._screen.note("adaptive verification was not at work, so there is nothing for --adaptive-state to keep")
+            return
+        write_atomically(Path(path), json.dumps(state, indent=1) + "\n", OptionError)
+
     def _tell(self, seconds: float) -> None:
         screen, n = self._screen, len(self._lines)
         if n and not screen.quiet:
@@ -187,6 +205,10 @@ class _Run:
                 f"{self._engine.concurrency} at once",
                 style="dim",
             )
+        if self._offered and not screen.quiet:
+            screen.say(
+                f"adaptive verification: {self._admitted} of {self._offered} drafted tokens were verified", style="dim"
+            )
         if self._lossy:
             screen.say(f"LOSSY: {self._lossy} of {n} answers; each one's last note says how far", style="dim")
 
@@ -194,6 +216,20 @@ class _Run:
 def _record(line: PromptLine, result: Result) -> dict[str, Any]:
     """A result with what its line handed through."""
     return {**line.extra, **result.as_json()}
+
+
+def _read_state(name: str) -> Mapping[str, Any] | None:
+    """What an earlier run has learnt; None where there is no such file yet."""
+    path = Path(name)
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--adaptive-state: can't read '{name}': {error}") from error
+    if not isinstance(found, Mapping):
+        raise OptionError(f"--adaptive-state: '{name}' holds no state; give another file")
+    return found
 
 
 def _fingerprint(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from viasd.intervals import clustered_interval
+from viasd.runtime.adaptive.reliability import Adaptive
 from viasd.runtime.moves import Moves
 
 TIERS = ("drafter", "slim", "full")
@@ -116,6 +117,7 @@ class Counters:
         audit: Audited disagreement.
         early: Exits of `adadecode`.
         readout: What confident readouts did.
+        adaptive: What Adaptive Verification left out, and how well it predicted.
     """
 
     emitted: int = 0
@@ -139,6 +141,7 @@ class Counters:
     audit: Audit = field(default_factory=Audit)
     early: EarlyExits = field(default_factory=EarlyExits)
     readout: Moves = field(default_factory=Moves)
+    adaptive: Adaptive = field(default_factory=Adaptive)
 
     @property
     def rejection_rate(self) -> float:
@@ -219,6 +222,7 @@ class Counters:
             "drafter_tokens_fed": self.drafter_tokens_fed,
             "slim_tokens_fed": self.slim_tokens_fed,
             "full_tokens_fed": self.full_tokens_fed,
+            "adaptive": self.adaptive.as_json(),
             "early": {**self.early.as_json(), "layers_per_token": self.layers_per_token},
             "readout": self.readout.as_json(),
         }
@@ -234,6 +238,7 @@ class Counters:
         self.audit.blocks.extend(other.audit.blocks)
         self.early.merge(other.early)
         self.readout.merge(other.readout)
+        self.adaptive.merge(other.adaptive)
 
     def check(self) -> list[str]:
         """Sentences for every violated invariant; empty when the counts are consistent."""
@@ -264,6 +269,10 @@ class Counters:
             moves.moved <= moves.tokens <= self.emitted and moves.tokens <= moves.rows and moves.moved <= moves.depth
         ):
             found.append(f"the readout's counts contradict each other: {moves}")
+        if not 0 <= self.adaptive.admitted <= self.adaptive.offered:
+            found.append(
+                f"{self.adaptive.admitted} drafted tokens were admitted, but {self.adaptive.offered} were offered"
+            )
         parts = sum(self.seconds_by_tier.values())
         if parts > self.seconds + _TIME_SLACK:
             found.append(f"seconds is {self.seconds}, but its parts add up to {parts}")

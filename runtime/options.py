@@ -195,6 +195,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--concurrency", type=int, metavar="N", help="of --prompts: most answers at once (default 16)")
     text.add_argument(
+        "--adaptive-verification",
+        choices=("on", "off", "auto"),
+        help="of --prompts: draft and verify as much as pays by measured costs, at most --gamma tokens; auto (default) "
+        "where it can pay, and not for sampled answers with a seed",
+    )
+    text.add_argument(
+        "--adaptive-state",
+        metavar="FILE",
+        help="of --prompts: what adaptive verification has learnt is read from there, and written there at the end",
+    )
+    text.add_argument(
         "--kv-budget",
         type=float,
         metavar="GB",
@@ -349,7 +360,7 @@ def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:
 
 def _check_many(args: argparse.Namespace, given: set[str]) -> None:
     if args.prompts is None:
-        for name in ("concurrency", "kv_budget", "output"):
+        for name in ("concurrency", "kv_budget", "output", "adaptive_verification", "adaptive_state"):
             if name in given:
                 raise OptionError(f"{option(name)} is about many prompts; add --prompts FILE")
         return
@@ -360,6 +371,16 @@ def _check_many(args: argparse.Namespace, given: set[str]) -> None:
         )
     if args.concurrency is not None and args.concurrency < 1:
         raise OptionError(f"--concurrency must be at least 1, but got {args.concurrency}")
+    if args.adaptive_verification == "on" and args.strategy in UNDRAFTED:
+        raise OptionError(f"--adaptive-verification on is about drafts, but --strategy {args.strategy} drafts nothing")
+    if args.adaptive_verification == "on" and args.mode == "via":
+        raise OptionError(
+            "--adaptive-verification on is about exact tests, but --mode via lets a gate decide; leave one out"
+        )
+    if args.adaptive_state is not None:
+        if args.adaptive_verification == "off":
+            raise OptionError("--adaptive-state is of adaptive verification, which is off; leave one out")
+        check_writable("adaptive-state", args.adaptive_state)
     if args.kv_budget is not None and not args.kv_budget > 0:
         raise OptionError(f"--kv-budget must be above 0 GB, but got {args.kv_budget:g}")
     if args.output is not None:

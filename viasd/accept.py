@@ -49,6 +49,19 @@ def residual(q: Row, p: Row) -> Row:
     return q if float(total) <= 0 else Row(probs=rest / total)
 
 
+def overlaps(p: Rows, q: Rows, n: int) -> list[float]:
+    """Chances that a token drawn from `p` is kept by `q`, ``sum_v min(p, q)``, at the first n positions."""
+    if p.probs is not None and q.probs is not None:
+        shared = torch.minimum(p.probs[:n].to(q.probs.device), q.probs[:n]).sum(dim=-1)
+        found: list[float] = shared.clamp(0.0, 1.0).tolist()
+        return found
+    if p.tokens is not None and q.tokens is not None:
+        return [float(a == b) for a, b in zip(p.tokens[:n], q.tokens[:n], strict=True)]
+    sharp, broad = (p, q) if p.tokens is not None else (q, p)
+    assert sharp.tokens is not None
+    return broad.at(sharp.tokens[:n])
+
+
 def verify(tokens: Sequence[int], p: Rows, q: Rows, draws: Draws, alpha: float = 0.0) -> Verdict:
     """Tests a proposed block in order.
 

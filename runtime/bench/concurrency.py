@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from viasd.pair import Pair
 
 PROG = "concurrency"
-METHODS = ("plain", *(f"sd:gamma={gamma},draft_length=fixed" for gamma in (2, 4, 8)))
+METHODS = ("plain", *(f"sd:gamma={gamma},draft_length=fixed" for gamma in (2, 4, 8)), "sd:gamma=8,adaptive=auto")
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
 
 
@@ -67,7 +67,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--method",
         action="append",
         metavar="NAME[:OPTION=VALUE,...]",
-        help=f"a strategy with options of `viasd.generate`; may be repeated (default: {' '.join(METHODS)})",
+        help="a strategy with options of `viasd.generate`, and adaptive=on, off or auto (Adaptive Verification); may be "
+        f"repeated (default: {' '.join(METHODS)})",
     )
     parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCIES)), metavar="N,N,...")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -166,6 +167,7 @@ def _measured(
     pair: Pair, args: argparse.Namespace, dataset: Dataset, before: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     had = {(r["method"], r["concurrency"], r["repeat"]) for r in before}
+    learnt: dict[str, Mapping[str, Any] | None] = {}  # coefficients need not be learnt anew at every concurrency
     for repeat, concurrency, method in itertools.product(range(args.repeats), args.concurrency, args.method):
         if (method, concurrency, repeat) not in had:
             record = measure(
@@ -177,7 +179,9 @@ def _measured(
                 tokens=(args.tokens[0], args.tokens[1]),
                 seconds=args.seconds,
                 seed=args.seed + repeat,
+                state=learnt.get(method),
             )
+            learnt[method] = record.pop("learnt") or learnt.get(method)
             yield {"method": method, "concurrency": concurrency, "repeat": repeat, **record}
 
 
@@ -191,26 +195,33 @@ def measure(
     tokens: tuple[int, int],
     seconds: float,
     seed: int = 0,
+    state: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Throughput of one method at one concurrency.
 
     Args:
         pair: The pair.
-        options: Of every request.
+        options: Of every request; ``adaptive`` among them is the engine's.
         concurrency: Requests that run at once.
         texts: Prompts, drawn from in an order of their own.
         mask: Of the engine.
         tokens: Least and most tokens of an answer.
         seconds: How long to measure.
         seed: Of order, lengths and sampling.
+        state: What Adaptive Verification has learnt before.
 
     Returns:
-        ``tokens_per_second``, and counts of what ended meanwhile: ``drafted``, ``gated``, ``kept``, ``rounds``, ``emitted``.
+        ``tokens_per_second``, and counts of what ended meanwhile: ``drafted``, ``gated``, ``kept``, ``rounds``, ``emitted``,
+        ``adaptive``; and ``learnt``, for the next measurement.
     """
     from viasd.runtime.engine import Engine
+    from viasd.runtime.metrics import Counters
 
     rng = random.Random(seed)
-    engine = Engine(pair, mask=mask, concurrency=concurrency)
+    options = dict(options)
+    adaptive = options.pop("adaptive", "off")
+    state = None if adaptive == "off" else state
+    engine = Engine(pair, mask=mask, concurrency=concurrency, adaptive=adaptive, adaptive_state=state)
     added = 0
 
     def fill() -> None:
@@ -233,10 +244,20 @@ def measure(
         emitted += sum(len(event.token_ids) for event in engine.step())
         steps += 1
         fill()
-    stats = [result.stats for result in engine.results.values()]
+    total = Counters()
+    for result in engine.results.values():
+        total.merge(result.stats)
     engine.close()
-    counts = {name: sum(getattr(s, name) for s in stats) for name in ("drafted", "gated", "kept", "rounds", "emitted")}
-    return {"tokens_per_second": emitted / elapsed, "tokens": emitted, "seconds": elapsed, "steps": steps, **counts}
+    counts = {name: getattr(total, name) for name in ("drafted", "gated", "kept", "rounds", "emitted")}
+    return {
+        "tokens_per_second": emitted / elapsed,
+        "tokens": emitted,
+        "seconds": elapsed,
+        "steps": steps,
+        **counts,
+        "adaptive": total.adaptive.as_json(),
+        "learnt": engine.adaptive_state(),
+    }
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:

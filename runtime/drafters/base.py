@@ -43,6 +43,18 @@ class Draft:
         return Draft(self.tokens[:n], self.rows.first(n), self.confidence[:n], self.logits[:n])
 
 
+class DraftStop(Protocol):
+    """Decides before each token of a draft whether its row is worth a pass, and then whether a token is drawn from it."""
+
+    def asks(self, place: int) -> bool:
+        """Whether the row of this place is asked for; place 0 begins a draft."""
+        ...
+
+    def draws(self, logits: Tensor) -> bool:
+        """Whether a token is drawn from this row, raw logits ``[V]``; called once for every row that was asked for."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes tokens.
 
@@ -101,12 +113,14 @@ class ModelLine(SteppedDrafter):
         route: Layers its tokens run through, None for all of them.
         counters: Where calls, tokens fed and seconds are added up.
         watch: Counts time as the drafter's. It does not wait for a pass: drawing from its rows does that.
+        stop: Decides when a draft is long enough; None leaves that to the block's length.
     """
 
     model: LayeredModel
     route: Route | None
     counters: Counters
     watch: Stopwatch
+    stop: DraftStop | None = None
 
     @abstractmethod
     def line(self, tokens: Sequence[int]) -> Line:

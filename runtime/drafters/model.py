@@ -52,6 +52,7 @@ class ModelDrafter(ModelLine):
             draws,
             min_confidence=self._min_confidence,
             stop_tokens=self._stop_tokens,
+            stop=self.stop,
         )
         return timed(steps, self.watch)
 

@@ -61,6 +61,7 @@ class SelfDrafter(ModelLine):
             draws,
             min_confidence=self._min_confidence,
             stop_tokens=self._stop_tokens,
+            stop=self.stop,
         )
         return timed(steps, self.watch)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.rows import Row, Rows
-from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.base import Draft, DraftStop
 from viasd.runtime.passes import DraftPass, RowSource, Steps
 from viasd.sampling import Ahead
 
@@ -23,6 +23,7 @@ def draft_stepwise(
     *,
     min_confidence: float,
     stop_tokens: frozenset[int],
+    stop: DraftStop | None = None,
 ) -> Steps[Draft]:
     """Draws up to `limit` tokens one after another.
 
@@ -34,6 +35,7 @@ def draft_stepwise(
         draws: Source of randomness.
         min_confidence: Stop before drawing where the largest raw probability is below this (0 never stops).
         stop_tokens: After drawing one of these there is nothing left to draft (the token itself is kept).
+        stop: Asked before every pass, and before every draw.
     """
     tokens: list[int] = []
     rows: list[Row] = []
@@ -41,7 +43,11 @@ def draft_stepwise(
     raw: list[Tensor] = []
     feed = backlog
     while len(tokens) < limit:
+        if stop is not None and not stop.asks(len(tokens)):
+            break
         logits = (yield DraftPass(drafter, feed, 1))[0]
+        if stop is not None and not stop.draws(logits):
+            break
         top = torch.softmax(logits, dim=-1)
         if min_confidence > 0 and float(top.max()) < min_confidence:
             break

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from viasd.pair import Pair, Prompt
 from viasd.runtime.answer import Answer
 from viasd.runtime.assembly import headed
 from viasd.runtime.config import GenerationConfig
+from viasd.runtime.engine.adaptive import MODES, AdaptivePolicy
 from viasd.runtime.engine.batch import Reply, draft_pass, full_pass, slim_pass
 from viasd.runtime.engine.memory import KVBudget, worst_bytes, worst_positions
 from viasd.runtime.engine.policy import AdmissionPolicy, AdmitAll, Block
@@ -49,7 +50,11 @@ class Engine:
         chunk: Tokens of a prompt that are run at a time; None is what suits the device.
         prompt_budget: Tokens of prompts in one pass, over all requests; None is one chunk. It bounds how long a prompt can
             hold up the others. At least one piece is run even if it is longer.
-        policy: Decides how many drafted tokens are verified; None verifies all.
+        adaptive: Adaptive Verification (`viasd.runtime.engine.adaptive`): ``off`` drafts and verifies whole blocks, ``on``
+            as much as pays by costs that are measured once per machine, ``auto`` likewise where it can pay (never for a
+            request alone, which chooses the length of its drafts itself).
+        adaptive_state: What an earlier engine's has learnt (`adaptive_state`).
+        policy: Decides instead how many drafted tokens are verified.
 
     Attributes:
         results: What has ended, by request. Take results out to free their memory.
@@ -66,6 +71,8 @@ class Engine:
         kv_budget: int | None = None,
         chunk: int | None = None,
         prompt_budget: int | None = None,
+        adaptive: str = "off",
+        adaptive_state: Mapping[str, Any] | None = None,
         policy: AdmissionPolicy | None = None,
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk", chunk), ("prompt_budget", prompt_budget)):
@@ -78,6 +85,14 @@ class Engine:
         self.budget = KVBudget.of(pair, kv_budget)
         self.chunk = chunk or prefill_chunk(pair.target.device)
         self.prompt_budget = prompt_budget or self.chunk
+        if adaptive not in MODES:
+            raise OptionError(f"adaptive must be one of {', '.join(MODES)}, but got '{adaptive}'")
+        if policy is not None and adaptive != "off":
+            raise OptionError(f"give either a policy or adaptive, but got both (adaptive '{adaptive}')")
+        if adaptive_state is not None and adaptive == "off":
+            raise OptionError("adaptive_state is of adaptive verification, which is off; add adaptive='auto' or 'on'")
+        if adaptive == "on" or (adaptive == "auto" and concurrency > 1):
+            policy = AdaptivePolicy(pair, concurrency, adaptive, state=adaptive_state)
         self.policy: AdmissionPolicy = policy or AdmitAll()
         self.results: dict[int, Result] = {}
         self.tracebacks: dict[int, str] = {}
@@ -108,6 +123,10 @@ class Engine:
                 f"strategy {config.decoding.strategy} runs its tokens through the layers in a wave of its own, which other "
                 "sequences can't share; use viasd.generate for one prompt at a time"
             )
+        paced = config.decoding.draft_length is None and config.decoding.strategy in ("auto", "cascade", "sd")
+        if paced and isinstance(self.policy, AdaptivePolicy):
+            # Drafts end where one more token does not pay, by the costs of a batch instead of those of one sequence.
+            config = replace(config, decoding=replace(config.decoding, draft_length="fixed"))
         chat = check_prompt_kind(prompt)
         mask = None if config.decoding.unmasked else self.mask
         answer = Answer(
@@ -125,6 +144,10 @@ class Engine:
         self._next += 1
         self._waiting.append(request)
         return request.number
+
+    def adaptive_state(self) -> dict[str, Any] | None:
+        """What Adaptive Verification has learnt, ready for `json.dumps`; None where it is not at work."""
+        return self.policy.state() if isinstance(self.policy, AdaptivePolicy) else None
 
     @property
     def busy(self) -> bool:
@@ -198,9 +221,10 @@ class Engine:
             self._running.append(self._waiting.popleft())
 
     def _start_rounds(self) -> None:
-        for request in list(self._running):
-            if request.ready:
-                self._guarded(request, request.begin_round)
+        ready = [request for request in self._running if request.ready]
+        self.policy.begin([(request.number, request.answer) for request in ready])
+        for request in ready:
+            self._guarded(request, request.begin_round)
 
     def _finish_rounds(self) -> None:
         """Answers work kind by kind until every round has ended: those of a kind wait for each other."""
@@ -318,7 +342,7 @@ class Engine:
         result = request.answer.finish(reason, error)
         self.results[request.number] = result
         self._ended.append(EngineEvent(request.number, "", [], "", result.stats, result))
-        self.policy.ended(request.number)
+        self.policy.ended(request.number, request.answer)
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,15 @@ def answer_all(
     mask: LayerMask | str | None,
     heads: LightHeads | str | None,
     concurrency: int | None,
+    adaptive: str = "off",
 ) -> list[Result]:
     """Answers prompts together; each gets copies of the request's processors.
 
     Raises:
         ViasdError: If one of the requests can't be done, which is named; before the first token.
     """
-    engine = Engine(pair, mask=mask, heads=heads, concurrency=CONCURRENCY if concurrency is None else concurrency)
+    most = CONCURRENCY if concurrency is None else concurrency
+    engine = Engine(pair, mask=mask, heads=heads, concurrency=most, adaptive=adaptive)
     numbers = []
     for index, prompt in enumerate(prompts):
         try:

@@ -29,6 +29,10 @@ class AdmissionPolicy(Protocol):
     In lossless and bounded mode above temperature 0 a decision must not depend on the tokens that it leaves out.
     """
 
+    def begin(self, running: Sequence[tuple[int, Answer]]) -> None:
+        """A step begins in which these requests, by number, decode one round each."""
+        ...
+
     def admit(self, blocks: Sequence[Block], others: int) -> Sequence[int]:
         """How many tokens of each block, from the first on, are verified.
 
@@ -42,13 +46,16 @@ class AdmissionPolicy(Protocol):
         """What became of an admitted block."""
         ...
 
-    def ended(self, request: int) -> None:
+    def ended(self, request: int, answer: Answer) -> None:
         """A request has ended, however it did."""
         ...
 
 
 class AdmitAll:
     """Every drafted token is verified."""
+
+    def begin(self, running: Sequence[tuple[int, Answer]]) -> None:
+        """See `AdmissionPolicy`."""
 
     def admit(self, blocks: Sequence[Block], others: int) -> Sequence[int]:
         """See `AdmissionPolicy`."""
@@ -57,5 +64,5 @@ class AdmitAll:
     def judged(self, request: int, answer: Answer, verdict: Judged) -> None:
         """See `AdmissionPolicy`."""
 
-    def ended(self, request: int) -> None:
+    def ended(self, request: int, answer: Answer) -> None:
         """See `AdmissionPolicy`."""

@@ -1,0 +1,134 @@
+"""One edge of the cascade (drafter to full, drafter to slim, slim to full): what the receiver keeps, learnt online."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viasd.errors import OptionError
+from viasd.estimator import Array, EstimatorConfig, LogisticEstimator
+from viasd.runtime.adaptive.reliability import Reliability
+
+EDGES = ("drafter->full", "drafter->slim", "slim->full")
+REFIT_STEPS = 100
+REFIT_OBSERVATIONS = 200
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one block at a verifier.
+
+    Attributes:
+        features: Logits of the largest probability of the rows that its tokens were drawn from, at least `admitted`.
+        admitted: Tokens that were sent.
+        accepted: How many of them were kept, from the first on.
+        overlaps: For each judged token the chance that it would be kept, ``sum_v min(p, q)``; None where not computed.
+        lossy: The verifier's rule keeps more than its law allows.
+        processed: The rows that were judged by had logits processors that the features don't know of.
+    """
+
+    features: Sequence[float] | Array
+    admitted: int
+    accepted: int
+    overlaps: Sequence[float] | Array | None = None
+    lossy: bool = False
+    processed: bool = False
+
+    @property
+    def judged(self) -> int:
+        """Tokens whose fate is known: those kept, and the first refused one."""
+        return min(self.accepted + 1, self.admitted)
+
+
+class Edge:
+    """Chances that a verifier keeps the tokens of a block, by their place and the row each was drawn from.
+
+    Args:
+        name: One of `EDGES`.
+        positions: Longest block.
+    """
+
+    def __init__(self, name: str, positions: int) -> None:
+        if name not in EDGES:
+            raise OptionError(f"an edge must be one of {', '.join(EDGES)}, but got '{name}'")
+        self.name = name
+        self.estimator = LogisticEstimator(EstimatorConfig(positions=positions))
+        self._steps = 0
+
+    def chances(self, features: Sequence[float] | Array) -> list[float]:
+        """Chance of every token of a block, given that those before it are kept.
+
+        Args:
+            features: Logits of the largest probability of their rows, ``[n]``; places beyond the longest block count as its
+                last.
+        """
+        f = np.asarray(features, dtype=np.float64)
+        if not f.size:
+            return []
+        found: list[float] = self.estimator.predict(f[:, None], self._places(len(f))).tolist()
+        return found
+
+    def chance(self, feature: float, place: int) -> float:
+        """The same of a single place."""
+        return float(self.estimator.predict([feature], min(place, len(self.estimator.intercepts) - 1)))
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learns from a block: its kept tokens and the first refused one, of those that were sent.
+
+        Nothing is learnt from a lossy verdict, nor where processors were at work that the features don't know of.
+        """
+        n = outcome.judged
+        if outcome.lossy or outcome.processed or not n:
+            return
+        f = np.asarray(outcome.features, dtype=np.float64)[:n]
+        labels = np.arange(n) < outcome.accepted if outcome.overlaps is None else np.asarray(outcome.overlaps)[:n]
+        self.estimator.observe(f[:, None], self._places(n), labels)
+
+    def score(self, outcome: Outcome, counts: Reliability) -> None:
+        """Counts what was predicted of a block beside what became of it; before it is learnt from."""
+        chances = self.chances(np.asarray(outcome.features, dtype=np.float64)[: outcome.judged])
+        for place, chance in enumerate(chances):
+            if chance == chance:  # a row of NaN predicts nothing
+                counts.add(chance, place < outcome.accepted)
+
+    def step(self) -> None:
+        """A decode step went by: refits where that is due."""
+        self._steps += 1
+        if self._steps >= REFIT_STEPS or self.estimator.pending >= REFIT_OBSERVATIONS:
+            self.estimator.refit()
+            self._steps = 0
+
+    @property
+    def coefficients(self) -> list[float]:
+        """The slope and the intercepts."""
+        found: list[float] = [*self.estimator.slopes.tolist(), *self.estimator.intercepts.tolist()]
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Coefficients, ready for `json.dumps`."""
+        return {"edge": self.name, "estimator": self.estimator.state()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Edge:
+        """An edge that goes on from `state()`.
+
+        Raises:
+            OptionError: If it is malformed.
+        """
+        try:
+            name, stored = state["edge"], state["estimator"]
+        except (KeyError, TypeError) as error:
+            raise OptionError(f"the state of an edge must be what Edge.state() gives, but {error!r}") from error
+        estimator = LogisticEstimator.from_state(stored)
+        if len(estimator.slopes) != 1:
+            raise OptionError(f"the state of an edge must have one slope, but it has {len(estimator.slopes)}")
+        edge = cls(name, len(estimator.intercepts))
+        edge.estimator = estimator
+        return edge
+
+    def _places(self, n: int) -> NDArray[np.intp]:
+        return np.minimum(np.arange(n), len(self.estimator.intercepts) - 1)

@@ -1,0 +1,243 @@
+"""Adaptive Verification as an engine's policy: waiting blocks become offers, and verdicts outcomes, request by request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from viasd.accept import overlaps
+from viasd.errors import OptionError
+from viasd.estimator import logit_of_max
+from viasd.pair import Pair
+from viasd.routes import Route
+from viasd.runtime.adaptive.budget import survivals
+from viasd.runtime.adaptive.costs import BatchCosts, batch_costs
+from viasd.runtime.adaptive.edges import EDGES, Edge, Outcome
+from viasd.runtime.adaptive.stopping import asks
+from viasd.runtime.adaptive.three_tiers import CascadeVerification
+from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer, Tables
+from viasd.runtime.answer import Answer
+from viasd.runtime.drafters import ModelLine, SelfDrafter
+from viasd.runtime.engine.policy import Block
+from viasd.runtime.passes import Admission, Judged
+
+MODES = ("auto", "on", "off")
+_SHARE_LIMIT = 2.0  # logits of an n-gram's shares, which are 1 where it was seen once: none is as sure as that
+_PLACES = 16  # of a block, each with an intercept of its own; later ones count as the last
+_TWO_TIERS = ("sd", "self-sd", "vertical", "horizontal")
+
+
+class AdaptivePolicy:
+    """Chooses how much is drafted and verified, by chances learnt from every verdict and by measured costs.
+
+    Laws stay what they are, but how much of a draft is verified depends on the other requests, and so does which draws a
+    sampled answer is made of. A request that names a seed wants the very tokens that this seed gives alone: in ``auto`` mode
+    it is left in peace.
+
+    Args:
+        pair: The pair.
+        concurrency: Most requests that run at once.
+        mode: ``on`` wherever there is a table of costs; ``auto`` only in steps of so many sequences that it can pay.
+        config: Policy.
+        state: What an earlier run has learnt (`state`), or None.
+
+    Raises:
+        OptionError: If `mode` is unknown or `state` malformed.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        concurrency: int,
+        mode: str = "auto",
+        *,
+        config: AdaptiveConfig | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        if mode not in MODES[:2]:
+            raise OptionError(f"adaptive verification must be one of {', '.join(MODES)}, but got '{mode}'")
+        config = config or AdaptiveConfig()
+        edges = {name: Edge(name, _PLACES) for name in EDGES}
+        if state is not None:
+            edges |= _loaded(state)
+        self.edges = edges
+        self.two_tiers = AdaptiveVerification(edges["drafter->full"], 1, self._costs_of("two"), config)
+        self.three_tiers = CascadeVerification(
+            edges["drafter->slim"], edges["slim->full"], 1, self._costs_of("three"), config
+        )
+        self._pair = pair
+        self._concurrency = concurrency
+        self._mode = mode
+        self._routes: dict[str, tuple[Route | None, Route | None]] = {}
+        self._context = 1
+        self._running = 0
+        self._sent: dict[tuple[int, str], tuple[list[float], int]] = {}
+        self._stops: dict[int, _Stop] = {}
+
+    def begin(self, running: Sequence[tuple[int, Answer]]) -> None:
+        """See `AdmissionPolicy`."""
+        for number, stop in self._stops.items():
+            if self.two_tiers.stops_drafting:
+                self.two_tiers.stopped(number, stop.taken())
+        steered = [(n, a) for n, a in running if self._steers(a)]
+        two = [(n, a) for n, a in steered if a.plan.strategy in _TWO_TIERS]
+        three = [(n, a) for n, a in steered if a.plan.strategy == "cascade"]
+        self._running = len(running)
+        self._context = max((len(answer.tokens) for _, answer in running), default=1)
+        for kind, answers in (("two", two), ("three", three)):
+            if answers:
+                answer = answers[0][1]
+                own = answer.drafter.route if isinstance(answer.drafter, SelfDrafter) else None
+                self._routes[kind] = (answer.target.route if kind == "three" else None, own)
+                controller = self.two_tiers if kind == "two" else self.three_tiers
+                controller.gamma = max(a.config.decoding.gamma for _, a in answers)
+        self._stops = {n: stop for n, stop in self._stops.items() if any(n == m for m, _ in two)}
+        for number, answer in two:
+            if number not in self._stops and isinstance(answer.drafter, ModelLine):
+                self._stops[number] = _Stop(self.two_tiers, number, answer.config.sampling.temperature)
+                answer.drafter.stop = self._stops[number]
+        self.two_tiers.begin([n for n, _ in two])
+        self.three_tiers.begin([n for n, _ in three], greedy=all(answer.sampler.greedy for _, answer in three))
+
+    def admit(self, blocks: Sequence[Block], others: int) -> list[int]:
+        """See `AdmissionPolicy`."""
+        lengths = [len(block.admission.tokens) for block in blocks]
+        heard = [block.answer.plan.mode != "via" for block in blocks]  # a gate's verdicts are not a verifier's
+        features = [
+            block_features(b.admission, b.answer.config.sampling.temperature) if h else []
+            for b, h in zip(blocks, heard, strict=True)
+        ]
+        ways: dict[tuple[str, str], list[int]] = {}
+        for i, block in enumerate(blocks):
+            if self._steers(block.answer):
+                ways.setdefault((block.admission.proposer, block.admission.verifier), []).append(i)
+            else:
+                others += lengths[i]
+        for way, members in ways.items():
+            offers = [Offer(blocks[i].request, features[i], blocks[i].answer.sampler.greedy) for i in members]
+            for i, n in zip(members, self._asked(way, offers, others), strict=True):
+                lengths[i] = n
+        for block, seen, n, h in zip(blocks, features, lengths, heard, strict=True):
+            if not h:
+                continue
+            self._sent[block.request, block.admission.verifier] = (seen, n)
+            counts, offered = block.answer.counters.adaptive, len(block.admission.tokens)
+            if block.admission.proposer == "drafter":
+                counts.offered += offered
+                counts.admitted += n
+            else:
+                counts.withheld += offered - n
+        return lengths
+
+    def judged(self, request: int, answer: Answer, verdict: Judged) -> None:
+        """See `AdmissionPolicy`."""
+        features, admitted = self._sent.pop((request, verdict.verifier))
+        edge = self.edges[f"{verdict.proposer}->{verdict.verifier}"]
+        outcome = Outcome(
+            features, admitted, verdict.kept, lossy=not verdict.exact, processed=answer.sampler.has_processors
+        )
+        if outcome.lossy or outcome.processed:
+            return
+        if self.two_tiers.soft(self._running):
+            labels = overlaps(verdict.p, verdict.q, outcome.judged)
+            outcome = Outcome(features, admitted, verdict.kept, labels)
+        edge.score(outcome, answer.counters.adaptive.of(edge.name))
+        edge.observe(outcome)
+
+    def ended(self, request: int, answer: Answer) -> None:
+        """See `AdmissionPolicy`."""
+        self.two_tiers.leave(request)
+        self.three_tiers.leave(request)
+        self._stops.pop(request, None)
+        for edge in self.edges.values():
+            self._sent.pop((request, edge.name.split("->")[1]), None)
+            if edge.name in answer.counters.adaptive.reliability:
+                answer.counters.adaptive.coefficients[edge.name] = edge.coefficients
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, ready for `json.dumps`."""
+        return {"edges": [edge.state() for edge in self.edges.values()]}
+
+    def _asked(self, way: tuple[str, str], offers: Sequence[Offer], others: int) -> list[int]:
+        if way == ("drafter", "full"):
+            return self.two_tiers.admit(offers, others)
+        if way == ("drafter", "slim"):
+            return self.three_tiers.admit_to_slim(offers)
+        return self.three_tiers.admit_to_full(offers, others)
+
+    def _steers(self, answer: Answer) -> bool:
+        free = self._mode == "on" or answer.sampler.greedy or answer.config.seed is None
+        return free and answer.plan.mode != "via"
+
+    def _costs_of(self, kind: str) -> Tables:
+        def costs(sequences: int) -> BatchCosts | None:
+            route, own = self._routes[kind]
+            gamma = (self.two_tiers if kind == "two" else self.three_tiers).gamma
+            table = batch_costs(self._pair, route, self._concurrency, self._context, gamma, own)
+            pays = self._mode == "on" or bool(table.drafter) or table.can_pay(sequences, gamma)
+            return table if pays else None
+
+        return costs
+
+
+class _Stop:
+    """When one request's drafts stop (`DraftStop`)."""
+
+    def __init__(self, controller: AdaptiveVerification, number: int, temperature: float) -> None:
+        self._controller = controller
+        self._number = number
+        self._temperature = temperature
+        self._reached: list[float] = []
+
+    def taken(self) -> list[float]:
+        """Survivals that the last draft reached, that at which it stopped included."""
+        reached, self._reached = self._reached, []
+        return reached
+
+    def asks(self, place: int) -> bool:
+        """See `DraftStop`."""
+        if not self._controller.stops_drafting:
+            return True
+        if place == 0:
+            self._reached = []
+        reached = self._reached[-1] if place else 1.0
+        return asks(self._controller.floor(self._number), self._controller.usual, reached, place)
+
+    def draws(self, logits: Tensor) -> bool:
+        """See `DraftStop`."""
+        if not self._controller.stops_drafting:
+            return True
+        feature = float(logit_of_max(logits, self._temperature))
+        before = self._reached[-1] if self._reached else 1.0
+        self._reached.append(before * survivals([self._controller.edge.chance(feature, len(self._reached))])[0])
+        return self._reached[-1] >= self._controller.floor(self._number)
+
+
+def block_features(admission: Admission, temperature: float) -> list[float]:
+    """Logit of the largest probability of the row behind every token of a block.
+
+    A token of prompt lookup has no row: the share of its n-gram's occurrences that it followed stands for the probability,
+    with a limit.
+    """
+    features: list[float] = []
+    if len(admission.logits):
+        rows = admission.logits if isinstance(admission.logits, Tensor) else torch.stack(list(admission.logits))
+        features = logit_of_max(rows, temperature).tolist()
+    for share in admission.confidence[len(features) :]:
+        logit = math.log(share / (1 - share)) if 0 < share < 1 else math.copysign(math.inf, share - 0.5)
+        features.append(min(_SHARE_LIMIT, max(-_SHARE_LIMIT, logit)))
+    return features
+
+
+def _loaded(state: Mapping[str, Any]) -> dict[str, Edge]:
+    stored = state.get("edges") if isinstance(state, Mapping) else None
+    if not isinstance(stored, list):
+        raise OptionError(
+            "the state of adaptive verification must be what AdaptivePolicy.state() gives: an object with 'edges'"
+        )
+    found = [Edge.from_state(each) for each in stored]
+    return {edge.name: edge for edge in found}
