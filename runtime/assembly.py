@@ -6,24 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
+from torch import Tensor
+
 from viasd.deferral import READS_DRAFTER, DeferralRule
 from viasd.errors import MaskError, OptionError
 from viasd.heads import ExitHead, LightHeads
+from viasd.layered import LayeredModel
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.config import EXIT_THRESHOLD, MAX_PENDING, DecodingConfig, Plan
 from viasd.runtime.costs import cost_table
 from viasd.runtime.drafters import (
     Drafter,
+    FeatureDrafter,
     HorizontalDrafter,
     LookupDrafter,
+    LookupFirstDrafter,
     ModelDrafter,
     SelfDrafter,
     VerticalDrafter,
 )
 from viasd.runtime.exits import CalibratedExits, ExitCosts, ExitRule, FixedExits
 from viasd.runtime.gates import Gate
-from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace, Pace
+from viasd.runtime.lengths import DraftLength, LookupFirstPace, LookupPace, ModelPace, Pace
 from viasd.runtime.names import EXITING, LOSSY, RULES, UNDRAFTED
 from viasd.runtime.strategies import (
     AdaDecode,
@@ -40,6 +45,7 @@ from viasd.runtime.strategies import (
 )
 from viasd.runtime.target import TieredTarget
 from viasd.runtime.wave import LayerWave
+from viasd.shortlist import ShortReadout
 
 DEFAULT_AUDIT = 0.05
 DEFAULT_ALPHA = 0.1
@@ -106,9 +112,17 @@ class Assembly:
                 raise OptionError(
                     "draft_min_prob means nothing to a vertical cascade, which drafts in blocks; leave it out"
                 )
-            assert isinstance(own, ModelDrafter | SelfDrafter)
+            if not isinstance(own, ModelDrafter | SelfDrafter):
+                raise OptionError(
+                    f"strategy vertical needs a drafter that can judge a block of lookup's in one pass, a model or self, but "
+                    f"the drafter is {own.name}"
+                )
             return VerticalDrafter(own, bench.sampler, bench.counters, stop_tokens=self.stop_tokens)
         if name == "horizontal":
+            if self.pair.lookup_first:
+                raise OptionError(
+                    "strategy horizontal puts lookup behind the drafter, but this drafter asks lookup first; leave one out"
+                )
             lookup = LookupDrafter(bench.counters, **self._stops)
             return HorizontalDrafter(own, lookup, share=(self.config.gamma + 1) // 2)
         return own
@@ -173,21 +187,34 @@ class Assembly:
         config = self.config
         if config.draft_length == "fixed":
             return None
-        own = drafter.route if isinstance(drafter, SelfDrafter) else None
+        model = drafter.model if isinstance(drafter, LookupFirstDrafter) else drafter
+        own = model.route if isinstance(model, SelfDrafter) else None
         costs = cost_table(self.pair, None, self.context, config.gamma, own)
         seconds = [costs.full_seconds(m + 1) for m in range(config.gamma + 1)]
         lengths = DraftLength(config.gamma, costs.drafter, seconds)
+        if isinstance(drafter, LookupFirstDrafter):
+            return LookupFirstPace(DraftLength(config.gamma, 0.0, seconds), lengths, drafter, bench.sampler)
         return LookupPace(lengths, drafter, bench.sampler) if isinstance(drafter, LookupDrafter) else ModelPace(lengths)
 
     @property
     def _stops(self) -> Stops:
         return {"min_confidence": self.config.draft_min_prob, "stop_tokens": self.stop_tokens}
 
-    def _own_drafter(self) -> LookupDrafter | ModelDrafter | SelfDrafter:
+    def _own_drafter(self) -> Drafter:
         """The pair's drafter."""
+        model = self._model_drafter()
+        if not self.pair.lookup_first:
+            return model
+        return LookupFirstDrafter(LookupDrafter(self.target.counters, **self._stops), model)
+
+    def _model_drafter(self) -> Drafter:
+        """The pair's drafter without a lookup before it."""
         pair, counters = self.pair, self.target.counters
+        if pair.feature is not None:
+            return FeatureDrafter(pair.feature, self.target, counters, **self._stops)
         if pair.drafter is not None:
-            return ModelDrafter(pair.drafter, counters, **self._stops)
+            readout = None if pair.shortlist is None else short_readout(pair, pair.drafter, pair.shortlist)
+            return ModelDrafter(pair.drafter, counters, **self._stops, readout=readout)
         if pair.drafter_kind == "lookup":
             return LookupDrafter(counters, **self._stops)
         base = self.target.route or LayerMask.even(pair.target.n_layers, 0.0).route
@@ -198,6 +225,15 @@ class Assembly:
                 "one adds nothing; raise --self-skip"
             )
         return SelfDrafter(self.target, thinned, **self._stops)
+
+
+def short_readout(pair: Pair, model: LayeredModel, words: Tensor) -> ShortReadout:
+    """A drafter model's readout over its shortlist; its cut head is made once a pair."""
+    key = "short readout"
+    if key not in pair.measured:
+        pair.measured[key] = ShortReadout(model, words)
+    made: ShortReadout = pair.measured[key]
+    return made
 
 
 def bound_heads(pair: Pair, heads: LightHeads) -> dict[int, ExitHead]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from viasd.draws import SeededDraws
-from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.drafters import LookupDrafter, LookupFirstDrafter
 from viasd.sampling import Sampler
 
 _PRIOR_KEPT = 1.0  # what is believed of a place nobody has seen: one of two kept
@@ -40,7 +40,11 @@ class DraftLength:
         self._seen: dict[tuple[int, int], float] = {}
 
     def choose(self, room: int, label: int = 0) -> int:
-        """Length of the next block.
+        """Length of the next block; see `best`."""
+        return self.best(room, label)[0]
+
+    def best(self, room: int, label: int = 0) -> tuple[int, float]:
+        """Length of the next block, and the tokens a second that it promises.
 
         Args:
             room: Longest block that still fits.
@@ -53,7 +57,7 @@ class DraftLength:
             expected += chance
             if expected / self._seconds[m] > rate:
                 best, rate = m, expected / self._seconds[m]
-        return best
+        return best, rate
 
     def chance(self, label: int, place: int) -> float:
         """Estimated chance that the token at a place of a block is kept when all before it were."""
@@ -189,3 +193,61 @@ class LookupPace:
     def passed(self, tokens: Sequence[int]) -> None:
         """See `Pace`."""
         self._shadow.meet(tokens, self._lengths)
+
+
+class LookupFirstPace:
+    """For lookup with a model behind it: each block is drafted by whichever promises more, for as long as that pays.
+
+    What lookup promises is learnt per length of the n-gram it matched, what the model promises per place of a block; both
+    follow from earlier blocks alone, and the choice is made before anything is drawn.
+
+    Args:
+        lookup: Chooses for lookup, whose tokens cost nothing.
+        model: Chooses for the model.
+        drafter: The drafter.
+        sampler: The request's sampler.
+    """
+
+    def __init__(self, lookup: DraftLength, model: DraftLength, drafter: LookupFirstDrafter, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._lookup = lookup
+        self._model = model
+        self._drafter = drafter
+        self._label = 0
+        self._idle = 0
+        # What lookup would have said where the model was asked, the length of its n-gram, and of the text before it.
+        self._guess: tuple[list[int], int, int] | None = None
+
+    def limit(self, tokens: Sequence[int], room: int) -> int:
+        """See `Pace`."""
+        self._look_back(tokens)
+        match = self._drafter.lookup.match(tokens)
+        found, promised = self._lookup.best(room, match) if match else (0, 0.0)
+        drafted, expected = self._model.best(room)
+        self._label = match if found and promised >= expected else 0
+        self._drafter.choice = "lookup" if self._label else "model"
+        if match and not self._label and room > 0:
+            # A lookup draws nothing, so the request's random streams stay where they are.
+            guess = self._drafter.lookup.propose(tokens, room, self._sampler.ahead(tokens), SeededDraws(0)).tokens
+            self._guess = guess, match, len(tokens)
+        chosen = found if self._label else drafted
+        return min(1, room) if not chosen and self._idle >= _TRY_AGAIN else chosen
+
+    def judged(self, kept: int, judged: int) -> None:
+        """See `Pace`."""
+        self._idle = 0
+        (self._lookup if self._label else self._model).observe(self._label, kept, judged)
+
+    def passed(self, tokens: Sequence[int]) -> None:
+        """See `Pace`."""
+        self._idle += 1
+
+    def _look_back(self, tokens: Sequence[int]) -> None:
+        """Compares what lookup would have said with what was committed since, so that a change of the text is noticed."""
+        if self._guess is None:
+            return
+        (guess, label, at), self._guess = self._guess, None
+        said = tokens[at:]
+        both = min(len(guess), len(said))
+        met = next((i for i in range(both) if guess[i] != said[i]), both)
+        self._lookup.observe(label, met, met + (met < both))

@@ -66,6 +66,10 @@ class TieredTarget:
         model: The target.
         route: Layers the slim path runs, or None where there is no slim tier.
         counters: Where calls, tokens fed and seconds are added up.
+
+    Attributes:
+        on_states: Receives the first position and the hidden states ``[1, n, d]`` behind the last layer of every full pass,
+            where somebody wants them (a feature drafter).
     """
 
     def __init__(self, model: LayeredModel, route: Route | None, counters: Counters) -> None:
@@ -73,6 +77,7 @@ class TieredTarget:
         self.route = route
         self.kv = model.new_kv()
         self.counters = counters
+        self.on_states: Callable[[int, Tensor], None] | None = None
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Runs the full path over a prompt in pieces, without reading out any of it."""
@@ -116,6 +121,7 @@ class TieredTarget:
         """Hidden states ``[1, n, d]`` after the last layer for the positions the full path had not run."""
         kv, model, end = self.kv, self.model, len(tokens)
         kv.roll_back(end)
+        start = kv.full_len
         everything = range(model.n_layers)
         step = model.step([Segment(kv, kv.full_len, end - kv.full_len)])
         self.counters.full_tokens_fed += end - kv.full_len
@@ -132,6 +138,8 @@ class TieredTarget:
             hidden, _ = model.run(hidden, everything[gap:], step)
         kv.full_len = kv.slim_len = end
         kv.boundary = None
+        if self.on_states is not None:
+            self.on_states(start, hidden)
         return hidden
 
     def _timed(self, tier: str) -> Stopwatch:

@@ -195,7 +195,9 @@ class FeatureDrafterFile:
             raise DrafterError(f"'{path}' is no file of a feature drafter: {error}") from error
         known = isinstance(about, dict) and about.get("kind") == KIND and about.get("schema") == SCHEMA_VERSION
         if not known:
-            found = f"kind {about.get('kind')!r}, schema {about.get('schema')!r}" if isinstance(about, dict) else "neither"
+            found = (
+                f"kind {about.get('kind')!r}, schema {about.get('schema')!r}" if isinstance(about, dict) else "neither"
+            )
             raise DrafterError(
                 f"expected a feature drafter of schema {SCHEMA_VERSION} in '{path}', but found {found}; make one by "
                 "viasd-fit drafter --kind feature"

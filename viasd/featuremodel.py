@@ -19,9 +19,7 @@ from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.products import Dense, padded
 from viasd.rotary import RotaryTable
-
-# Logit of a word off the shortlist: its probability is 0, yet a law is left where processors ban all others.
-_UNKNOWN = -1e4
+from viasd.shortlist import ShortReadout
 
 
 class FeatureModel:
@@ -34,6 +32,7 @@ class FeatureModel:
     Attributes:
         file: The drafter.
         model: The target.
+        logits: Results of `run` ``[1, n, d]`` -> raw logits ``[n, V]`` of the token after next, -1e4 off the shortlist.
     """
 
     def __init__(self, file: FeatureDrafterFile, model: LayeredModel) -> None:
@@ -48,8 +47,7 @@ class FeatureModel:
         self._forms = [form for form in layer_forms(file.name, list(layers), "auto", None) if form is not None]
         self._rotary = LlamaRotaryEmbedding(file.shape.config).to(device)
         self._rotations = RotaryTable(self._turned, file.shape.context)
-        self._shortlist = file.shortlist.to(device)
-        self._head = model.head_rows(file.shortlist)
+        self.logits = ShortReadout(model, file.shortlist)
         weight = file.weights[FUSE].to(device, dtype).contiguous()
         native = all(isinstance(form, NativeLayer) for form in self._forms)
         self._fuse = NativeDense(weight, None, build.load()) if native else _padding(Dense(weight))
@@ -84,12 +82,6 @@ class FeatureModel:
             hidden = form(hidden, rotation, step)
         kv.full_len = kv.slim_len = kv.full_len + n
         return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Results of `run` ``[1, n, d]`` -> raw logits ``[n, V]`` of the token after next, -1e4 off the shortlist."""
-        known = self.model.readout(hidden, self._head)
-        whole = known.new_full((known.shape[0], self.model.vocabulary), _UNKNOWN)
-        return whole.index_copy_(1, self._shortlist, known)
 
     def _turned(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary(torch.empty(0, dtype=self.model.dtype, device=positions.device), positions)

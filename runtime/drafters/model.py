@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class ModelDrafter:
         counters: Where calls, tokens fed and seconds are added up.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
+        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the model's own, of which only some words
+            may be wanted.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class ModelDrafter:
         *,
         min_confidence: float = 0.0,
         stop_tokens: frozenset[int] = frozenset(),
+        readout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.name = "model"
+        self._readout = readout or model.readout
         self.model = model
         self.kv = model.new_kv()
         self._counters = counters
@@ -88,7 +92,7 @@ class ModelDrafter:
         while len(tokens) - done > max(PREFILL_CHUNK, n):
             self._run(tokens[done : done + PREFILL_CHUNK])
             done += PREFILL_CHUNK
-        return self.model.readout(self._run(tokens[done:])[:, -n:])
+        return self._readout(self._run(tokens[done:])[:, -n:])
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
         """Raw logits ``[V]`` after the last of `tokens`, which follow what has been run."""
