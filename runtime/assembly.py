@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from torch import Tensor
-
 from viasd.deferral import READS_DRAFTER, DeferralRule
 from viasd.errors import MaskError, OptionError
 from viasd.heads import ExitHead, LightHeads
-from viasd.layered import LayeredModel
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.config import EXIT_THRESHOLD, MAX_PENDING, DecodingConfig, Plan
@@ -26,6 +23,7 @@ from viasd.runtime.drafters import (
     SelfDrafter,
     VerticalDrafter,
 )
+from viasd.runtime.drafters.along import readout_of
 from viasd.runtime.exits import CalibratedExits, ExitCosts, ExitRule, FixedExits
 from viasd.runtime.gates import Gate
 from viasd.runtime.lengths import DraftLength, LookupFirstPace, LookupPace, ModelPace, Pace
@@ -45,7 +43,6 @@ from viasd.runtime.strategies import (
 )
 from viasd.runtime.target import TieredTarget
 from viasd.runtime.wave import LayerWave
-from viasd.shortlist import ShortReadout
 
 DEFAULT_AUDIT = 0.05
 DEFAULT_ALPHA = 0.1
@@ -114,8 +111,8 @@ class Assembly:
                 )
             if not isinstance(own, ModelDrafter | SelfDrafter):
                 raise OptionError(
-                    f"strategy vertical needs a drafter that can judge a block of lookup's in one pass, a model or self, but "
-                    f"the drafter is {own.name}"
+                    f"strategy vertical needs a drafter that judges a block of lookup's in one pass (a model, or self), "
+                    f"but this one is {own.name}"
                 )
             return VerticalDrafter(own, bench.sampler, bench.counters, stop_tokens=self.stop_tokens)
         if name == "horizontal":
@@ -213,8 +210,7 @@ class Assembly:
         if pair.feature is not None:
             return FeatureDrafter(pair.feature, self.target, counters, **self._stops)
         if pair.drafter is not None:
-            readout = None if pair.shortlist is None else short_readout(pair, pair.drafter, pair.shortlist)
-            return ModelDrafter(pair.drafter, counters, **self._stops, readout=readout)
+            return ModelDrafter(pair.drafter, counters, **self._stops, readout=readout_of(pair))
         if pair.drafter_kind == "lookup":
             return LookupDrafter(counters, **self._stops)
         base = self.target.route or LayerMask.even(pair.target.n_layers, 0.0).route
@@ -225,15 +221,6 @@ class Assembly:
                 "one adds nothing; raise --self-skip"
             )
         return SelfDrafter(self.target, thinned, **self._stops)
-
-
-def short_readout(pair: Pair, model: LayeredModel, words: Tensor) -> ShortReadout:
-    """A drafter model's readout over its shortlist; its cut head is made once a pair."""
-    key = "short readout"
-    if key not in pair.measured:
-        pair.measured[key] = ShortReadout(model, words)
-    made: ShortReadout = pair.measured[key]
-    return made
 
 
 def bound_heads(pair: Pair, heads: LightHeads) -> dict[int, ExitHead]:

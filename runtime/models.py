@@ -41,7 +41,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     models.add_argument(
         "--drafter",
         metavar="REF",
-        help="hub id, folder, .gguf file, a file of viasd-fit drafter, lookup (default) or self; lookup+REF asks lookup first",
+        help="hub id, folder, .gguf file, file of viasd-fit drafter, lookup (default) or self; lookup+REF asks lookup first",
     )
     models.add_argument("--base", action="store_true", default=None, help="base checkpoints instead of instruct ones")
     models.add_argument("--weights", choices=("auto", "hub", "packaged"), help="where a pair's weights come from")
@@ -107,8 +107,8 @@ def check_models(args: argparse.Namespace) -> str:
         drafter = args.drafter or "lookup"
         if "weights" in given and parse_target(args.target) is None:
             raise OptionError(
-                f"--weights chooses where registered checkpoints come from, but --target {args.target} is none; leave it out, or "
-                f"name one such as {DEFAULT_TARGET}"
+                f"--weights chooses where registered checkpoints come from, but --target {args.target} is none; leave it "
+                f"out, or name one such as {DEFAULT_TARGET}"
             )
     first, drafter = split_drafter(drafter)
     if first and drafter == "lookup":

@@ -1,10 +1,10 @@
 """Feature drafters (EAGLE, arXiv 2401.15077): the weights of a small layer over the target's last hidden states, as a file.
 
-Entry i of the drafter is ``x_i = W [unit(h_i) ; unit(e_{i+1})]``: the target's hidden state behind its last layer at position
-i beside the embedding of the token that came next. One or two decoder layers over these entries say ``g_i``, which stands for
-``h_{i+1}``: the target's own norm and head make of it the law of token i + 2. Further ahead ``g_i`` is fed in the place of the
-state that the target has not computed. The head is cut to a shortlist of words: a word outside has probability 0, which is a law
-like any other and stays exact where it is tested.
+Entry i of the drafter is ``x_i = W [unit(h_i) ; unit(e_{i+1})]``: the target's hidden state behind its last layer at
+position i beside the embedding of the token that came next. One or two decoder layers over these entries say ``g_i``, which
+stands for ``h_{i+1}``: the target's own norm and head make of it the law of token i + 2. Further ahead ``g_i`` is fed in
+the place of the state that the target has not computed. The head is cut to a shortlist of words: a word outside has
+probability 0, which is a law like any other and stays exact where it is tested.
 """
 
 from __future__ import annotations

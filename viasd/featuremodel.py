@@ -65,7 +65,7 @@ class FeatureModel:
         """Runs n entries, which follow those that `kv` counts, and counts them.
 
         Args:
-            states: The target's hidden states behind its last layer, or earlier results of this in their place, ``[1, n, d]``.
+            states: The target's hidden states behind its last layer ``[1, n, d]``, or earlier results of this instead.
             following: The token after each of these positions.
             kv: Cache of this sequence.
 

@@ -105,7 +105,7 @@ def load_pair_models(
             target_id = registered.target_ref if source == "hub" else f"{registered.family}:{registered.target}"
         elif config.weights == "packaged":
             raise OptionError(
-                f"weights='packaged' needs a registered pair or target such as {DEFAULT_TARGET}, but the target is {target_id}"
+                f"weights='packaged' needs a registered pair or target such as {DEFAULT_TARGET}, but got {target_id}"
             )
         else:
             target_ref, source = target_id, "local" if Path(target_id).expanduser().exists() else "hub"

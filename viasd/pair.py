@@ -29,8 +29,8 @@ class Pair:
         target: The target.
         tokenizer: The target's tokenizer.
         drafter: The drafter model, or None for a drafter that needs none.
-        drafter_kind: ``model``, ``feature`` (a layer over the target's hidden states), ``lookup`` (n-grams of the text so far)
-            or ``self`` (the target with more layers skipped).
+        drafter_kind: ``model``, ``feature`` (a layer over the target's hidden states), ``lookup`` (n-grams of the text so
+            far) or ``self`` (the target with more layers skipped).
         target_id: Hub id or path of the target.
         eos_ids: Tokens that end an answer, from the generation config and the tokenizer.
         source: Where the weights came from, in a word.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from viasd import drafters
+from viasd.drafters import file_of, names
 from viasd.errors import PairError
 
 DEFAULT_PAIR = "smollm2-lookup:135m"
@@ -132,7 +132,7 @@ def list_pairs(base: bool = False) -> list[PairSpec]:
 
 
 def _tiny(family: str, target: str, base: bool) -> tuple[str, ...]:
-    return (TINY,) if not base and f"{family}:{target}" in drafters.names() else ()
+    return (TINY,) if not base and f"{family}:{target}" in names() else ()
 
 
 def _reference(family: str, size: str, base: bool) -> str | None:
@@ -144,7 +144,7 @@ def _spec(family: str, drafter: str, target: str, base: bool) -> PairSpec:
     assert target_ref is not None  # list_pairs keeps only published targets
     drafter_ref = None
     if drafter == TINY:
-        drafter_ref = str(drafters.file_of(f"{family}:{target}"))
+        drafter_ref = str(file_of(f"{family}:{target}"))
     elif drafter not in MODEL_FREE_DRAFTERS:
         drafter_ref = _reference(family, drafter, base)
     return PairSpec(

@@ -48,6 +48,7 @@ class FeatureDrafter:
         self._exact = 0  # entries made of the verifier's states
         self._states: list[Tensor] = []  # of the positions from there on, in order
         self._made: Tensor | None = None  # results of the last exact entries, [1, n, d]
+        self._last: Tensor | None = None  # result that the next token of a block goes by
         self._prefix: Sequence[int] = ()
         target.on_states = self._receive
 
@@ -107,7 +108,11 @@ class FeatureDrafter:
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
         """Raw logits ``[V]``: after the whole prefix on the first call of a block, after one more token on the others."""
-        hidden = self._caught_up() if tokens is self._prefix else self._ran(self._last, tokens)
+        if tokens is self._prefix:
+            hidden = self._caught_up()
+        else:
+            assert self._last is not None  # a block begins with its prefix
+            hidden = self._ran(self._last, tokens)
         self._last = hidden[:, -1:]
         return self._model.logits(self._last)[0]
 

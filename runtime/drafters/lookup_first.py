@@ -16,8 +16,8 @@ SHORTEST = 2
 class LookupFirstDrafter:
     """Prompt lookup where the last words have occurred before, else a drafter model.
 
-    Which of them is asked follows from the text before the block alone, so whatever is drawn is tested against the law it was
-    drawn from.
+    Which of them is asked follows from the text before the block alone, so whatever is drawn is tested against the law it
+    was drawn from.
 
     Args:
         lookup: Asked first.

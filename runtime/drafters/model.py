@@ -25,8 +25,8 @@ class ModelDrafter:
         counters: Where calls, tokens fed and seconds are added up.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
-        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the model's own, of which only some words
-            may be wanted.
+        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the model's own, where only some words
+            are wanted.
     """
 
     def __init__(

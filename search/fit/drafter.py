@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kind",
         choices=KINDS,
         required=True,
-        help="feature: a layer over the target's last hidden states, for this target alone; standalone: a small model of its own",
+        help="feature: a layer over the target's last hidden states, for this target alone; standalone: a small model",
     )
     fit.add_argument(
         "--corpus",

@@ -34,7 +34,7 @@ class Taught(Protocol):
 
 @torch.no_grad()
 def examine(stack: Taught, batches: Sequence[Batch], teacher: Teacher, weight: float) -> dict[str, Any]:
-    """Rows along some batches: per step ahead the accepted mass at temperature 1, KL, and how often both say the same word."""
+    """Rows along some batches: per step ahead accepted mass at temperature 1, KL, and how often both say the same word."""
     sums: list[list[float]] = []
     tokens = 0
     for batch in batches:

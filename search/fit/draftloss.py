@@ -1,7 +1,7 @@
 """How far a drafter's rows are from the target's, over a shortlist of words, with the gradient made on the spot.
 
-Rows over thousands of words are the largest thing in training a small drafter, so they exist for a few hundred positions at a
-time: loss and gradient are computed together and only the gradient of the hidden states is kept.
+Rows over thousands of words are the largest thing in training a small drafter, so they exist for some positions at a time:
+loss and gradient are computed together and only the gradient of the hidden states is kept.
 
 With z the drafter's logits over the shortlist, p = softmax(z), and q the target's probabilities of the same words (which sum
 to Q <= 1, the rest being words that can't be drafted):
@@ -58,7 +58,7 @@ def judge(rows: Rows, outputs: Sequence[Tensor], teacher: Tensor, sums: Tensor, 
 
 class _Judge(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, rows: Rows, teach: Rows, teacher: Tensor, sums: Tensor, weight: float, *outputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         n = teacher.shape[0]

@@ -1,8 +1,8 @@
 """Training a feature drafter: every position of a text at once, and steps further ahead on what it made itself.
 
-At decoding the second drafted token has no state of the target to go by, only the drafter's own. So each position is trained
-along several steps: in step s entry j is made of what step s - 1 said at j - 1, and sees the entries that it would see there:
-those of step 1 up to j - s + 1, and one of each later step (HASS, arXiv 2408.15766).
+At decoding the second drafted token has no state of the target to go by, only the drafter's own. So each position is
+trained along several steps: in step s entry j is made of what step s - 1 said at j - 1, and sees the entries that it would
+see there: those of step 1 up to j - s + 1, and one of each later step (HASS, arXiv 2408.15766).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from viasd.feature import FUSE, FeatureShape

@@ -88,7 +88,8 @@ class StandaloneStack(nn.Module):
         self.shape = shape
         self._model = model
         self._embedding = model.decoder.embed_tokens.weight.detach()
-        head: Any = model.model.get_output_embeddings()  # type: ignore[operator]
+        whole: Any = model.model
+        head = whole.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.weight.is_meta:
             raise FitError(
                 f"{model.name} has an LM head that is no plain matrix, which a standalone drafter needs; use --kind feature"
@@ -101,7 +102,7 @@ class StandaloneStack(nn.Module):
         config = shape.config(2, model.context_length)
         config._attn_implementation = "sdpa"
         self.body = LlamaModel(config)
-        self.body.embed_tokens = None  # type: ignore[assignment]  # words come in by the projection
+        self.body.embed_tokens = None  # words come in by the projection
         torch.set_rng_state(state)
         counts = tokens.bincount(minlength=self._embedding.shape[0]).to(self._embedding.device)
         self.enter = nn.Parameter(_axes(self._embedding, counts, shape.width))

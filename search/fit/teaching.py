@@ -1,9 +1,9 @@
 """What a target thinks along a corpus, kept on disk: its last hidden states, from which its rows are read off again.
 
-A drafter goes over its corpus several times, and the target's passes are most of the work of the first. Kept are the states
-behind the last layer in the target's own dtype and the log of the sum over its whole vocabulary, so that the rows over a
-shortlist are exact and cost one small product. A conversation is run when it is first asked for; what has been run stays, also
-for another drafter of the same target and corpus.
+A drafter goes over its corpus several times, and the target's passes are most of the work of the first. Kept are the
+states behind the last layer in the target's own dtype and the log of the sum over its whole vocabulary, so that the rows
+over a shortlist are exact and cost one small product. A conversation is run when it is first asked for; what has been run
+stays, also for another drafter of the same target and corpus.
 """
 
 from __future__ import annotations

@@ -185,9 +185,7 @@ def test_a_file_comes_back_as_it_was(file: FeatureDrafterFile, tmp_path: Path) -
         ({"num_hidden_layers": 3, "hidden_size": 64}, "architecture"),
     ],
 )
-def test_another_target_is_refused_by_what_differs(
-    file: FeatureDrafterFile, other: dict[str, Any], named: str
-) -> None:
+def test_another_target_is_refused_by_what_differs(file: FeatureDrafterFile, other: dict[str, Any], named: str) -> None:
     model = load_layered(tiny_model("llama", **other))
     with pytest.raises(DrafterError, match=f"the {named} of other is another"):
         file.check(model, "other")
@@ -219,5 +217,3 @@ def test_damaged_files_say_what_is_wrong(file: FeatureDrafterFile, tmp_path: Pat
     for words in ([9, 5], [5], [-1, 5]):
         with pytest.raises(DrafterError, match="ascending token ids"):
             FeatureDrafterFile(file.shape, file.weights, torch.tensor(words), file.target)
-
-
