@@ -43,6 +43,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="what viasd-fit corpus wrote, or .npz files of the kind; of each the last twentieth is for judging only",
     )
+    fit.add_argument(
+        "--max-temperature",
+        type=float,
+        metavar="X",
+        help="only conversations drawn at most at this temperature (default all)",
+    )
     fit.add_argument("--depth", type=int, metavar="N", help="decoder layers (default 1; standalone 3)")
     fit.add_argument("--width", type=int, metavar="N", help=f"standalone: width of the model (default {WIDTH})")
     fit.add_argument(
@@ -97,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             inner=args.inner,
             shortlist=SHORTLIST if args.shortlist is None else args.shortlist,
             ahead=1 if args.kind == "standalone" else AHEAD if args.ahead is None else args.ahead,
+            max_temperature=args.max_temperature,
             accept_weight=1.0 if args.accept_weight is None else args.accept_weight,
             passes=PASSES if args.passes is None else args.passes,
             steps=args.steps,

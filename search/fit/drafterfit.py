@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import viasd
+from viasd.errors import FitError
 from viasd.feature import FeatureDrafterFile, FeatureShape
 from viasd.featuremodel import FeatureModel
 from viasd.files import cache_folder
@@ -43,6 +44,7 @@ class FitSettings:
     inner: int | None
     shortlist: int
     ahead: int
+    max_temperature: float | None
     accept_weight: float
     passes: float
     steps: int | None
@@ -69,11 +71,16 @@ class Material:
     about: list[dict[str, Any]]
 
 
-def read_material(paths: Sequence[str], pair: Pair) -> Material:
+def read_material(paths: Sequence[str], pair: Pair, max_temperature: float | None = None) -> Material:
     """Reads corpora of a pair's target.
 
+    Args:
+        paths: Files.
+        pair: The pair.
+        max_temperature: Leaves out conversations drawn at a higher one; None takes all.
+
     Raises:
-        FitError: If one can't be read, is of another tokenizer, or has too few conversations.
+        FitError: If one can't be read, is of another tokenizer, or has too few conversations; or none is cold enough.
     """
     corpora = [load_corpus(path, pair.tokenizer) for path in paths]
     learn: list[int] = []
@@ -81,8 +88,13 @@ def read_material(paths: Sequence[str], pair: Pair) -> Material:
     first = 0
     for corpus in corpora:
         for numbers, into in zip(corpus.split(), (learn, held), strict=True):
-            into += [first + n for n in numbers]
+            into += [first + n for n in numbers if max_temperature is None or corpus.temperature[n] <= max_temperature]
         first += len(corpus)
+    if not learn or not held:
+        raise FitError(
+            f"expected conversations drawn at temperature {max_temperature:g} or below, to learn from and to judge on, but "
+            f"there are {len(learn)} and {len(held)}; raise --max-temperature or give another corpus"
+        )
     lengths = torch.cat([corpus.start.diff() for corpus in corpora])
     joined = Corpus(
         torch.cat([corpus.tokens for corpus in corpora]),
@@ -124,7 +136,7 @@ def fit_drafter(
         ViasdError: If a corpus is unfit, the training fails, or something can't be written.
     """
     model = pair.target
-    material = read_material(corpora, pair)
+    material = read_material(corpora, pair, settings.max_temperature)
     shortlist = shortlist_of(material.corpus, material.learn, min(settings.shortlist, model.vocabulary))
     identity = ModelIdentity.of(model, pair.target_id)
     for parameter in model.model.parameters():

@@ -21,7 +21,7 @@ from viasd.files import make_folder
 from viasd.layered import LayeredModel
 from viasd.search.fit.corpus import Batch, Corpus
 
-_ROWS = 256  # positions whose rows over the whole vocabulary exist at one time
+_ROWS = 64  # positions whose rows over the whole vocabulary exist at one time: few enough for a cache
 _SPARE = 1.05  # of the disk that must be free
 
 
