@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import answer, feature_file, feature_pair, states_of
 from laws import largest_error
 from tiny import LOSSLESS, generate, hf_greedy, model_of, prompt_ids, save_target, tokenizer
 
 import viasd
+from drafters import answer, feature_file, feature_pair, states_of
 from viasd.errors import DrafterError, OptionError
 from viasd.feature import FeatureDrafterFile, FeatureShape
 from viasd.featuremodel import FeatureModel
@@ -221,9 +221,7 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("before", ["", "lookup+"])
-def test_the_command_takes_a_file(
-    before: str, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_a_file(before: str, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "own.safetensors"
     feature_file().save(path)
     assert run("--target", target, "--drafter", f"{before}{path}", "--strategy", "sd", "--json") == 0
