@@ -73,7 +73,7 @@ def test_a_model_that_costs_nothing_takes_over_where_lookup_was_refused() -> Non
     source = drafter()
     source.settle(REPEATED)
     chooser = pace(source, 0.0)
-    assert chooser.limit(REPEATED, 3) == 3
+    assert chooser.limit(REPEATED, 3) == 2
     assert source.choice == "lookup"  # equal promises: the cheaper one
     for _ in range(4):
         chooser.limit(REPEATED, 3)
