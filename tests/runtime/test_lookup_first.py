@@ -76,8 +76,8 @@ def test_a_model_that_costs_nothing_takes_over_where_lookup_was_refused() -> Non
     assert chooser.limit(REPEATED, 3) == 2
     assert source.choice == "lookup"  # equal promises: the cheaper one
     for _ in range(4):
-        chooser.limit(REPEATED, 3)
-        chooser.judged(0, 1)  # lookup's words are refused
+        n = chooser.limit(REPEATED, 3)
+        chooser.judged(*((0, 1) if source.choice == "lookup" else (n, n)))  # lookup's words are refused, the model's kept
     assert chooser.limit(REPEATED, 3) > 0
     assert source.choice == "model"
 
@@ -87,8 +87,8 @@ def test_what_lookup_would_have_said_is_compared_with_the_text() -> None:
     source.settle(REPEATED)
     chooser = pace(source, 0.0)
     for _ in range(6):
-        chooser.limit(REPEATED, 3)
-        chooser.judged(0, 1)
+        n = chooser.limit(REPEATED, 3)
+        chooser.judged(*((0, 1) if source.choice == "lookup" else (n, n)))
     refused = chooser._lookup.chance(3, 0)
     chooser.limit(REPEATED, 3)
     assert source.choice == "model"
