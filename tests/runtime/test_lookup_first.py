@@ -77,7 +77,9 @@ def test_a_model_that_costs_nothing_takes_over_where_lookup_was_refused() -> Non
     assert source.choice == "lookup"  # equal promises: the cheaper one
     for _ in range(4):
         n = chooser.limit(REPEATED, 3)
-        chooser.judged(*((0, 1) if source.choice == "lookup" else (n, n)))  # lookup's words are refused, the model's kept
+        chooser.judged(
+            *((0, 1) if source.choice == "lookup" else (n, n))
+        )  # lookup's words are refused, the model's kept
     assert chooser.limit(REPEATED, 3) > 0
     assert source.choice == "model"
 
