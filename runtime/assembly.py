@@ -26,7 +26,7 @@ from viasd.runtime.drafters import (
 from viasd.runtime.drafters.along import readout_of
 from viasd.runtime.exits import CalibratedExits, ExitCosts, ExitRule, FixedExits
 from viasd.runtime.gates import Gate
-from viasd.runtime.lengths import DraftLength, LookupFirstPace, LookupPace, ModelPace, Pace
+from viasd.runtime.lengths import LOOKUP_PRIORS, DraftLength, LookupFirstPace, LookupPace, ModelPace, Pace
 from viasd.runtime.names import EXITING, LOSSY, RULES, UNDRAFTED
 from viasd.runtime.strategies import (
     AdaDecode,
@@ -188,10 +188,13 @@ class Assembly:
         own = model.route if isinstance(model, SelfDrafter) else None
         costs = cost_table(self.pair, None, self.context, config.gamma, own)
         seconds = [costs.full_seconds(m + 1) for m in range(config.gamma + 1)]
+        looking = DraftLength(config.gamma, 0.0, seconds, LOOKUP_PRIORS)
+        if isinstance(drafter, LookupDrafter):
+            return LookupPace(looking, drafter, bench.sampler)
         lengths = DraftLength(config.gamma, costs.drafter, seconds)
         if isinstance(drafter, LookupFirstDrafter):
-            return LookupFirstPace(DraftLength(config.gamma, 0.0, seconds), lengths, drafter, bench.sampler)
-        return LookupPace(lengths, drafter, bench.sampler) if isinstance(drafter, LookupDrafter) else ModelPace(lengths)
+            return LookupFirstPace(looking, lengths, drafter, bench.sampler)
+        return ModelPace(lengths)
 
     @property
     def _stops(self) -> Stops:

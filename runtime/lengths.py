@@ -11,15 +11,19 @@ output's law is untouched (a block's length may depend on everything but the tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from viasd.draws import SeededDraws
 from viasd.runtime.drafters import LookupDrafter, LookupFirstDrafter
 from viasd.sampling import Sampler
 
-_PRIOR_KEPT = 1.0  # what is believed of a place nobody has seen: one of two kept
-_PRIOR_SEEN = 2.0
+_PRIOR = (0.5, 0.5)  # what is believed of a block nobody has seen: chance of its first token, and of each later one
+_PRIOR_SEEN = 2.0  # that belief counts as so many observations
+#: Of prompt lookup, by length of the n-gram that matched. Seen in greedy answers of SmolLM2-135M to 24 questions of GSM8K's
+#: training split and 8 others (0.25, 0.56, 0.72 at the first place; 0.56-0.70, 0.64-0.77, 0.78-0.87 later).
+LOOKUP_PRIORS = {1: (0.25, 0.6), 2: (0.55, 0.65), 3: (0.7, 0.8)}
 _FORGET = 0.98  # per observation: a text changes, and what was true of its beginning fades over some 50 tokens
 _TRY_AGAIN = 24  # rounds after which a drafter that did not pay is asked for one token
 _MARGIN = 1.03  # plain decoding unless a block promises this much more: times are measured, and chances estimated
@@ -32,9 +36,17 @@ class DraftLength:
         gamma: Longest block.
         drafter_seconds: Of one drafted token.
         full_seconds: Of a verifier's pass over 1, 2, ... ``gamma + 1`` tokens.
+        priors: By kind of draft, what is believed at first of the chance of its first token and of each later one.
     """
 
-    def __init__(self, gamma: int, drafter_seconds: float, full_seconds: Sequence[float]) -> None:
+    def __init__(
+        self,
+        gamma: int,
+        drafter_seconds: float,
+        full_seconds: Sequence[float],
+        priors: Mapping[int, tuple[float, float]] = MappingProxyType({}),
+    ) -> None:
+        self._priors = priors
         self._seconds = [m * drafter_seconds + full_seconds[m] for m in range(gamma + 1)]
         self._kept: dict[tuple[int, int], float] = {}
         self._seen: dict[tuple[int, int], float] = {}
@@ -62,7 +74,8 @@ class DraftLength:
     def chance(self, label: int, place: int) -> float:
         """Estimated chance that the token at a place of a block is kept when all before it were."""
         key = label, place
-        return (self._kept.get(key, 0.0) + _PRIOR_KEPT) / (self._seen.get(key, 0.0) + _PRIOR_SEEN)
+        prior = self._priors.get(label, _PRIOR)[min(place, 1)]
+        return (self._kept.get(key, 0.0) + prior * _PRIOR_SEEN) / (self._seen.get(key, 0.0) + _PRIOR_SEEN)
 
     def observe(self, label: int, kept: int, judged: int) -> None:
         """Learns from one draft.

@@ -40,14 +40,19 @@ class Target(Protocol):
 
 
 class Stopwatch(AbstractContextManager[None]):
-    """Adds the time spent inside to one tier's seconds, waiting for the accelerator where there is one."""
+    """Adds the time spent inside to one tier's seconds. It can be used again and again, but not within itself.
 
-    def __init__(self, seconds: dict[str, float], tier: str, device: torch.device) -> None:
+    Args:
+        seconds: Seconds by tier.
+        tier: The tier.
+        device: Accelerator that is waited for at the end; None waits for none.
+    """
+
+    def __init__(self, seconds: dict[str, float], tier: str, device: torch.device | None) -> None:
         self._seconds = seconds
         self._tier = tier
-        self._wait: Callable[[], None] | None = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(
-            device.type
-        )
+        waits = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
+        self._wait: Callable[[], None] | None = None if device is None else waits.get(device.type)
         self._start = 0.0
 
     def __enter__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+import numpy as np
 from torch import Tensor
 
 from viasd.buffers import BufferPool, Slot
@@ -30,6 +31,8 @@ class SequenceKV:
         boundary: Hidden states ``[1, slim_len - full_len, d]`` of the pending positions at the route's first gap. Up to
             there the slim path computed exactly what the full path would have, so the full path can start from them.
             None when nothing is pending.
+        table: Where each layer's buffers are: addresses of keys and values, and positions that both have room for,
+            int64 ``[n_layers, 3]``; zeros before a layer's first write. For kernels that run many layers in one call.
     """
 
     def __init__(self, n_layers: int, pool: BufferPool | None = None) -> None:
@@ -38,6 +41,7 @@ class SequenceKV:
         self.boundary: Tensor | None = None
         self._keys: list[Tensor | None] = [None] * n_layers
         self._values: list[Tensor | None] = [None] * n_layers
+        self.table = np.zeros((n_layers, 3), dtype=np.int64)
         self._pool = pool
         if pool is not None:
             for what, buffers in (("keys", self._keys), ("values", self._values)):
@@ -125,6 +129,9 @@ class SequenceKV:
             like.new_zeros(shape) if self._pool is None else self._pool.take(Slot(layer, what, capacity), shape, like)
         )
         buffers[layer] = grown
+        self.table[layer, 0 if what == "keys" else 1] = grown.data_ptr()
+        pair = self._keys[layer], self._values[layer]
+        self.table[layer, 2] = min(0 if held is None else held.shape[2] for held in pair)
         if buffer is not None:
             grown[:, :, :keep] = buffer[:, :, :keep]
             if self._pool is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ from viasd.compiled import BACKEND, BUCKETS, Backend, CompiledSteps
 from viasd.decoder import check_layers, find_decoder, layer_types_of
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.forms import ModelProducts, layer_forms
-from viasd.kernels.native import NativeInt4, NativeLayer
+from viasd.kernels.native import NativeInt4, NativeLayer, run_layers
 from viasd.kv import SequenceKV
 from viasd.lean import obstacle
 from viasd.readout import Readout
@@ -79,6 +80,9 @@ class LayeredModel:
         self.layer_types = layer_types_of(self.name, self.config, self.layers)
         self.embed_scale: Tensor | None = None  # set by the probe where the model's forward scales outside embed_tokens
         self._lean = layer_forms(self.name, self.layers, layers, weights)
+        # Those that one call can run together: of one dtype.
+        native = {index: layer for index, layer in enumerate(self._lean) if isinstance(layer, NativeLayer)}
+        self._native = native if len({layer.dtype for layer in native.values()}) == 1 else {}
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
         check_layers(self.name, self.layers)
@@ -239,16 +243,23 @@ class LayeredModel:
         captured: dict[int, Tensor] = {}
         embeddings: dict[str, tuple[Tensor, Tensor]] = {}
         rotations: dict[str, Rotation] = {}
+        halves = (parts or {}).keys()
+        begins = wanted | halves | (stitches or {}).keys()
         with self._our_attention():
-            for index in layers:
+            for group in self._groups(layers, begins, halves, hidden, step):
+                index = group[0]
                 if index in wanted:
                     captured[index] = hidden
                 if stitches and index in stitches:
                     hidden = stitches[index](hidden)
                 kind, lean = self.layer_types[index], self._lean[index]
+                for needed in {self.layer_types[i] for i in group} - rotations.keys() if lean is not None else ():
+                    rotations[needed] = self._rotations.rotation(step, needed, hidden.device)
+                if len(group) > 1:
+                    turned = [rotations[self.layer_types[i]] for i in group]
+                    hidden = run_layers([self._native[i] for i in group], hidden, turned, step)
+                    continue
                 if lean is not None:
-                    if kind not in rotations:
-                        rotations[kind] = self._rotations.rotation(step, kind, hidden.device)
                     hidden = lean(hidden, rotations[kind], step, parts.get(index) if parts else None)
                     continue
                 if kind not in embeddings:
@@ -270,6 +281,24 @@ class LayeredModel:
         if self.n_layers in wanted:
             captured[self.n_layers] = hidden
         return (stitches[self.n_layers](hidden) if stitches and self.n_layers in stitches else hidden), captured
+
+    def _groups(
+        self, layers: Iterable[int], begins: AbstractSet[int], alone: AbstractSet[int], hidden: Tensor, step: Step
+    ) -> list[list[int]]:
+        """Layers in groups that the kernels run in one call: those of `begins` begin one, those of `alone` end it too."""
+        first = next(iter(self._native.values()), None)
+        if first is None or not first.takes(hidden, step):
+            return [[index] for index in layers]
+        groups: list[list[int]] = []
+        joins = False
+        for index in layers:
+            native = index in self._native
+            if joins and native and index not in begins:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+            joins = native and index not in alone
+        return groups
 
     def readout(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Hidden states ``[1, n, d]`` after the last layer -> raw logits ``[n, vocabulary]`` in fp32.

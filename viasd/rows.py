@@ -63,6 +63,13 @@ class Rows:
         assert self.probs is not None
         return Row(probs=self.probs[index])
 
+    def first(self, n: int) -> Rows:
+        """The first n rows."""
+        if self.tokens is not None:
+            return Rows(tokens=self.tokens[:n])
+        assert self.probs is not None
+        return Rows(probs=self.probs[:n])
+
     def at(self, tokens: Sequence[int]) -> list[float]:
         """Probability of ``tokens[i]`` under row i."""
         if self.tokens is not None:

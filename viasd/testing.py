@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from viasd.draws import Draws
 from viasd.rows import Row, Rows
-from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.base import Draft, PasslessDrafter
 from viasd.sampling import Ahead
 
 VOCABULARY = 300
@@ -151,7 +151,7 @@ class TableTarget:
         """See `viasd.runtime.target.Target`. Tables keep no state."""
 
 
-class TableDrafter:
+class TableDrafter(PasslessDrafter):
     """A drafter whose rows come from a function of the prefix.
 
     Args:

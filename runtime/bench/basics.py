@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from viasd.attention import Segment
 from viasd.draws import Draws, SeededDraws
@@ -28,7 +29,7 @@ from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.rows import Rows
 from viasd.runtime.api import generate
-from viasd.runtime.drafters import Draft
+from viasd.runtime.drafters import Draft, PasslessDrafter
 from viasd.runtime.gates import RatioGate, Thresholds
 from viasd.runtime.metrics import Counters
 from viasd.runtime.session import Ending, rounds
@@ -37,6 +38,7 @@ from viasd.sampling import Ahead, Sampler, SamplingConfig
 
 _QUESTION = "Write a short story about a dog who learns to read."
 SECTIONS = ("plain", "overhead", "passes", "lookup", "memory")
+_PASSES = (1, 2, 5, 8)  # tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,7 +129,7 @@ def loop_overhead(vocabulary: int, repeats: int, n_rounds: int = 200) -> dict[st
     return {"ms_per_round": report, "note": "gamma 5; the argmax over the vocabulary of every row is included"}
 
 
-class _Ready:
+class _Ready(PasslessDrafter):
     """A target and a drafter that cost nothing: every row lies ready, and half of each block is accepted."""
 
     name = "ready"
@@ -153,8 +155,9 @@ class _Ready:
 
 
 def pass_costs(pair: Pair, repeats: int, context: int = 128, skip: float = 0.45) -> dict[str, Any]:
-    """Milliseconds of a full and of a slim pass by number of tokens, and relative to one token of the full pass."""
+    """Milliseconds of a full and of a slim pass by number of tokens, beside the model's own forward over its own cache."""
     model = pair.target
+    hf: Any = model.model
     mask = LayerMask.even(model.n_layers, skip)
     kv = model.new_kv()
     ids = [5 + i % 50 for i in range(context + 8)]
@@ -165,16 +168,25 @@ def pass_costs(pair: Pair, repeats: int, context: int = 128, skip: float = 0.45)
         hidden, _ = model.run(model.embed(ids[context : context + n]), layers, step)
         model.readout(hidden).argmax(dim=-1).tolist()
 
+    cache = DynamicCache()
+
+    def theirs(n: int) -> None:
+        row = torch.tensor([ids[context : context + n]], device=model.device)
+        hf(row, past_key_values=cache, use_cache=True).logits[0].argmax(dim=-1).tolist()
+        cache.crop(-n)
+
     with torch.inference_mode():
         model.run(model.embed(ids[:context]), routes["full"], model.step([Segment(kv, 0, context)]))
-        jobs = {f"{name} {n}": partial(run, layers, n) for name, layers in routes.items() for n in (1, 2, 5, 8)}
-        times = _interleaved(jobs, max(repeats, 15))
-    one = _median(times["full 1"])
+        hf(torch.tensor([ids[:context]], device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        jobs = {f"{name} {n}": partial(run, layers, n) for name, layers in routes.items() for n in _PASSES}
+        times = _interleaved(jobs | {f"transformers {n}": partial(theirs, n) for n in _PASSES}, max(repeats, 15))
+    median = {name: _median(taken) for name, taken in times.items()}
     return {
         "context": context,
         "skip": skip,
         "ms": {name: _spread([t * 1e3 for t in taken]) for name, taken in times.items()},
-        "relative_to_full_1": {name: round(_median(taken) / one, 3) for name, taken in times.items()},
+        "relative_to_full_1": {name: round(taken / median["full 1"], 3) for name, taken in median.items()},
+        "full over transformers": {n: round(median[f"full {n}"] / median[f"transformers {n}"], 3) for n in _PASSES},
     }
 
 

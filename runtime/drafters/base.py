@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.rows import Rows
+from viasd.runtime.passes import Steps, drive
 from viasd.sampling import Ahead
 
 
@@ -29,6 +31,12 @@ class Draft:
     confidence: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 
+    def first(self, n: int) -> Draft:
+        """The block's first n tokens."""
+        if n == len(self.tokens):
+            return self
+        return Draft(self.tokens[:n], self.rows.first(n), self.confidence[:n], self.logits[:n])
+
 
 class Drafter(Protocol):
     """Proposes tokens.
@@ -43,6 +51,10 @@ class Drafter(Protocol):
         """Proposes at most `limit` tokens after `tokens`. `ahead` holds the request's processors at that prefix."""
         ...
 
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
+        """The passes of such a proposal, which is what it returns."""
+        ...
+
     def rewind(self, tokens: Sequence[int]) -> None:
         """Rolls back to a prefix, part of which may be tentative still."""
         ...
@@ -50,3 +62,28 @@ class Drafter(Protocol):
     def settle(self, tokens: Sequence[int]) -> None:
         """Rolls back to the committed tokens; also called with the prompt before the first round."""
         ...
+
+
+class SteppedDrafter(ABC):
+    """A drafter written as a generator of passes, so that those of many sequences can be packed."""
+
+    @abstractmethod
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
+        """See `Drafter`."""
+
+    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+        """See `Drafter`. Every pass runs alone."""
+        return drive(self.drafting(tokens, limit, ahead, draws))
+
+
+class PasslessDrafter(ABC):
+    """A drafter that has its proposal without a pass."""
+
+    @abstractmethod
+    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+        """See `Drafter`."""
+
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
+        """See `Drafter`."""
+        yield from ()
+        return self.propose(tokens, limit, ahead, draws)

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.featuremodel import FeatureModel
-from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.base import Draft, SteppedDrafter
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.metrics import Counters
+from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import PREFILL_CHUNK, Stopwatch, TieredTarget
 from viasd.sampling import Ahead
 
 
-class FeatureDrafter:
+class FeatureDrafter(SteppedDrafter):
     """Drafts with a feature drafter (`viasd.feature`): by the full verifier's states where it has run, by its own beyond.
 
     Entry i of its cache is made of the state at position i and the token after it. Entries that were made of the full
@@ -42,6 +43,8 @@ class FeatureDrafter:
         self.name = "feature"
         self._model = model
         self._counters = counters
+        # A pass is not waited for: drawing from its rows does that, within the same tier's time.
+        self._watch = Stopwatch(counters.seconds_by_tier, "drafter", None)
         self._min_confidence = min_confidence
         self._stop_tokens = stop_tokens
         self._kv = model.new_kv()
@@ -52,22 +55,20 @@ class FeatureDrafter:
         self._prefix: Sequence[int] = ()
         target.on_states = self._receive
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`. After a single token, which has no state before it, it has nothing to say."""
         limit = min(limit, self._model.file.shape.context - len(tokens))
-        if limit < 1 or not self._can_speak(tokens):
-            return Draft()
         self._prefix = tokens
-        with Stopwatch(self._counters.seconds_by_tier, "drafter", self._model.model.device):
-            return draft_stepwise(
-                self._forward,
-                tokens,
-                limit,
-                ahead,
-                draws,
-                min_confidence=self._min_confidence,
-                stop_tokens=self._stop_tokens,
-            )
+        steps = draft_stepwise(
+            self,
+            tokens,
+            limit if self._can_speak(tokens) else 0,
+            ahead,
+            draws,
+            min_confidence=self._min_confidence,
+            stop_tokens=self._stop_tokens,
+        )
+        return timed(steps, self._watch)
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`. A state belongs to its prefix, so those of tokens that are gone go too."""
@@ -106,15 +107,16 @@ class FeatureDrafter:
             left -= part.shape[1]
         self._states = kept_states
 
-    def _forward(self, tokens: Sequence[int]) -> Tensor:
-        """Raw logits ``[V]``: after the whole prefix on the first call of a block, after one more token on the others."""
-        if tokens is self._prefix:
-            hidden = self._caught_up()
-        else:
-            assert self._last is not None  # a block begins with its prefix
-            hidden = self._ran(self._last, tokens)
-        self._last = hidden[:, -1:]
-        return self._model.logits(self._last)[0]
+    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
+        """See `RowSource`: one row, after the whole prefix at the beginning of a block, after one more token later on."""
+        with self._watch:
+            if tokens is self._prefix:
+                hidden = self._caught_up()
+            else:
+                assert self._last is not None  # a block begins with its prefix
+                hidden = self._ran(self._last, tokens)
+            self._last = hidden[:, -1:]
+            return self._model.logits(self._last)
 
     def _caught_up(self) -> Tensor:
         """Result at the end of the prefix: exact entries in one pass, one by one where the verifier has not been."""

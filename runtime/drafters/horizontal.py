@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from viasd.draws import Draws
 from viasd.rows import Rows
-from viasd.runtime.drafters.base import Draft, Drafter
+from viasd.runtime.drafters.base import Draft, Drafter, SteppedDrafter
+from viasd.runtime.passes import Steps
 from viasd.sampling import Ahead
 
 
-class HorizontalDrafter:
+class HorizontalDrafter(SteppedDrafter):
     """Later tokens of a block are seldom reached, so they may be guessed more cheaply (Chen et al. 2023).
 
     Args:
@@ -25,12 +26,12 @@ class HorizontalDrafter:
         self._then = then
         self._share = share
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`. Each token is tested against the law of whoever drew it."""
-        start = self._first.propose(tokens, min(self._share, limit), ahead, draws)
+        start = yield from self._first.drafting(tokens, min(self._share, limit), ahead, draws)
         if len(start.tokens) < self._share:
             return start  # it had a reason to stop there: an end token, or too little confidence
-        rest = self._then.propose([*tokens, *start.tokens], limit - len(start.tokens), ahead, draws)
+        rest = yield from self._then.drafting([*tokens, *start.tokens], limit - len(start.tokens), ahead, draws)
         if not rest.tokens:
             return start
         laws = [start.rows[i] for i in range(len(start.tokens))] + [rest.rows[i] for i in range(len(rest.tokens))]

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from viasd.draws import Draws
 from viasd.rows import Rows
-from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.base import Draft, PasslessDrafter
 from viasd.runtime.metrics import Counters
 from viasd.sampling import Ahead
 
@@ -15,7 +15,7 @@ LONGEST = 3
 SHORTEST = 1
 
 
-class LookupDrafter:
+class LookupDrafter(PasslessDrafter):
     """Prompt lookup: finds the latest earlier occurrence of the last n tokens and proposes what came after it.
 
     An index of all n-grams is kept up as tokens are committed, so a proposal costs a few dictionary reads however long

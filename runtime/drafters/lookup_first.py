@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from viasd.draws import Draws
-from viasd.runtime.drafters.base import Draft, Drafter
+from viasd.runtime.drafters.base import Draft, Drafter, SteppedDrafter
 from viasd.runtime.drafters.lookup import LookupDrafter
+from viasd.runtime.passes import Steps
 from viasd.sampling import Ahead
 
 #: Shortest n-gram that lookup is believed on without further knowledge: one word that occurred before says little.
 SHORTEST = 2
 
 
-class LookupFirstDrafter:
+class LookupFirstDrafter(SteppedDrafter):
     """Prompt lookup where the last words have occurred before, else a drafter model.
 
     Which of them is asked follows from the text before the block alone, so whatever is drawn is tested against the law it
@@ -35,14 +36,14 @@ class LookupFirstDrafter:
         self.shortest = shortest
         self.choice: str | None = None
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`."""
         choice, self.choice = self.choice, None
         if choice == "lookup" or (choice is None and self.lookup.match(tokens) >= self.shortest):
             draft = self.lookup.propose(tokens, limit, ahead, draws)
             if draft.tokens:
                 return draft
-        return self.model.propose(tokens, limit, ahead, draws)
+        return (yield from self.model.drafting(tokens, limit, ahead, draws))
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""

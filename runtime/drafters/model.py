@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from viasd.attention import Segment
 from viasd.draws import Draws
 from viasd.layered import LayeredModel
-from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.base import Draft, SteppedDrafter
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.metrics import Counters
+from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import PREFILL_CHUNK, Stopwatch
 from viasd.sampling import Ahead
 
 
-class ModelDrafter:
+class ModelDrafter(SteppedDrafter):
     """Drafts with a small model that shares the target's tokenizer.
 
     Args:
@@ -43,33 +43,29 @@ class ModelDrafter:
         self.model = model
         self.kv = model.new_kv()
         self._counters = counters
+        # A pass is not waited for: drawing from its rows does that, within the same tier's time.
+        self._watch = Stopwatch(counters.seconds_by_tier, "drafter", None)
         self._min_confidence = min_confidence
         self._stop_tokens = stop_tokens
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`. Beyond its own context, which may be shorter than the target's, it proposes nothing."""
-        limit = min(limit, self.model.context_length - len(tokens))
-        with Stopwatch(self._counters.seconds_by_tier, "drafter", self.model.device):
-            return draft_stepwise(
-                self._forward,
-                tokens[self.kv.full_len :],
-                limit,
-                ahead,
-                draws,
-                min_confidence=self._min_confidence,
-                stop_tokens=self._stop_tokens,
-            )
+        steps = draft_stepwise(
+            self,
+            tokens[self.kv.full_len :],
+            min(limit, self.model.context_length - len(tokens)),
+            ahead,
+            draws,
+            min_confidence=self._min_confidence,
+            stop_tokens=self._stop_tokens,
+        )
+        return timed(steps, self._watch)
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
         self.kv.roll_back(len(tokens) - 1)
 
     settle = rewind
-
-    @property
-    def device(self) -> torch.device:
-        """See `BlockDrafter`."""
-        return self.model.device
 
     @property
     def context_length(self) -> int:
@@ -88,15 +84,12 @@ class ModelDrafter:
         """See `BlockDrafter`. A prompt goes in pieces."""
         self._counters.drafter_calls += 1
         self._counters.drafter_tokens_fed += len(tokens)
-        done = 0
-        while len(tokens) - done > max(PREFILL_CHUNK, n):
-            self._run(tokens[done : done + PREFILL_CHUNK])
-            done += PREFILL_CHUNK
-        return self._readout(self._run(tokens[done:])[:, -n:])
-
-    def _forward(self, tokens: Sequence[int]) -> Tensor:
-        """Raw logits ``[V]`` after the last of `tokens`, which follow what has been run."""
-        return self.rows(tokens, 1)[0]
+        with self._watch:
+            done = 0
+            while len(tokens) - done > max(PREFILL_CHUNK, n):
+                self._run(tokens[done : done + PREFILL_CHUNK])
+                done += PREFILL_CHUNK
+            return self._readout(self._run(tokens[done:])[:, -n:])
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         kv, model = self.kv, self.model

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from viasd.attention import Segment
 from viasd.draws import Draws
 from viasd.errors import OptionError
 from viasd.routes import Route
-from viasd.runtime.drafters.base import Draft
+from viasd.runtime.drafters.base import Draft, SteppedDrafter
 from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import Stopwatch, TieredTarget
 from viasd.sampling import Ahead
 
 
-class SelfDrafter:
+class SelfDrafter(SteppedDrafter):
     """Drafts with a route through the target that skips more layers than the slim verifier does.
 
     It reads the target's cache and writes its own keys only above the slim watermark, where the verifier that judges the
@@ -46,34 +46,29 @@ class SelfDrafter:
         self.name = "self"
         self.route = route
         self._target = target
+        # A pass is not waited for: drawing from its rows does that, within the same tier's time.
+        self._watch = Stopwatch(target.counters.seconds_by_tier, "drafter", None)
         self._position = 0
         self._min_confidence = min_confidence
         self._stop_tokens = stop_tokens
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`."""
-        target = self._target
-        position = self.begin(tokens)
-        with Stopwatch(target.counters.seconds_by_tier, "drafter", target.model.device):
-            return draft_stepwise(
-                self._forward,
-                tokens[position:],
-                limit,
-                ahead,
-                draws,
-                min_confidence=self._min_confidence,
-                stop_tokens=self._stop_tokens,
-            )
+        steps = draft_stepwise(
+            self,
+            tokens[self.begin(tokens) :],
+            limit,
+            ahead,
+            draws,
+            min_confidence=self._min_confidence,
+            stop_tokens=self._stop_tokens,
+        )
+        return timed(steps, self._watch)
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`. Nothing to do: every draft starts again at the target's own watermark."""
 
     settle = rewind
-
-    @property
-    def device(self) -> torch.device:
-        """See `BlockDrafter`."""
-        return self._target.model.device
 
     @property
     def context_length(self) -> int:
@@ -93,13 +88,11 @@ class SelfDrafter:
         """See `BlockDrafter`."""
         target = self._target
         model = target.model
-        step = model.step([Segment(target.kv, self._position, len(tokens))])
-        route = self.route
-        hidden, _ = model.run(model.embed(tokens), route.layers, step, parts=route.parts, stitches=route.stitches)
-        self._position += len(tokens)
         target.counters.drafter_calls += 1
         target.counters.drafter_tokens_fed += len(tokens)
-        return (self.route.readout or model.readout)(hidden[:, -n:])
-
-    def _forward(self, tokens: Sequence[int]) -> Tensor:
-        return self.rows(tokens, 1)[0]
+        with self._watch:
+            step = model.step([Segment(target.kv, self._position, len(tokens))])
+            route = self.route
+            hidden, _ = model.run(model.embed(tokens), route.layers, step, parts=route.parts, stitches=route.stitches)
+            self._position += len(tokens)
+            return (self.route.readout or model.readout)(hidden[:, -n:])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from viasd.draws import Draws
-from viasd.rows import Rows
+from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Draft
+from viasd.runtime.passes import DraftPass, RowSource, Steps
 from viasd.sampling import Ahead
 
 
 def draft_stepwise(
-    forward: Callable[[Sequence[int]], Tensor],
+    drafter: RowSource,
     backlog: Sequence[int],
     limit: int,
     ahead: Ahead,
@@ -22,12 +23,12 @@ def draft_stepwise(
     *,
     min_confidence: float,
     stop_tokens: frozenset[int],
-) -> Draft:
+) -> Steps[Draft]:
     """Draws up to `limit` tokens one after another.
 
     Args:
-        forward: Runs tokens and returns the raw logits ``[V]`` after the last of them.
-        backlog: Tokens that `forward` has not seen, at least one.
+        drafter: Whose passes they are.
+        backlog: Tokens that it has not run, at least one.
         limit: Largest number of tokens to draw.
         ahead: The request's processors at this prefix.
         draws: Source of randomness.
@@ -35,10 +36,12 @@ def draft_stepwise(
         stop_tokens: After drawing one of these there is nothing left to draft (the token itself is kept).
     """
     tokens: list[int] = []
-    rows, confidence, raw = [], [], []
+    rows: list[Row] = []
+    confidence: list[Tensor] = []
+    raw: list[Tensor] = []
     feed = backlog
     while len(tokens) < limit:
-        logits = forward(feed)
+        logits = (yield DraftPass(drafter, feed, 1))[0]
         top = torch.softmax(logits, dim=-1)
         if min_confidence > 0 and float(top.max()) < min_confidence:
             break

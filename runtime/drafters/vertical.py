@@ -10,21 +10,17 @@ from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.rows import Row, Rows
-from viasd.runtime.drafters.base import Draft, Drafter
+from viasd.runtime.drafters.base import Draft, Drafter, SteppedDrafter
 from viasd.runtime.drafters.lookup import LookupDrafter
 from viasd.runtime.judge import judge_block
 from viasd.runtime.metrics import Counters
+from viasd.runtime.passes import DraftPass, RowSource, Steps, timed
 from viasd.runtime.target import Stopwatch
 from viasd.sampling import Ahead, Sampler
 
 
-class BlockDrafter(Drafter, Protocol):
+class BlockDrafter(Drafter, RowSource, Protocol):
     """A drafter that is a model, and so can run several tokens in one pass."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        ...
 
     @property
     def context_length(self) -> int:
@@ -35,16 +31,12 @@ class BlockDrafter(Drafter, Protocol):
         """Starts a block after `tokens`; returns how many of them have been run."""
         ...
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
-        """Runs `tokens`, which follow what has been run, and returns the last n raw rows ``[n, V]``."""
-        ...
-
     def keep(self, length: int) -> None:
         """Forgets all but the first `length` positions."""
         ...
 
 
-class VerticalDrafter:
+class VerticalDrafter(SteppedDrafter):
     """Drafts by speculative decoding of its own: lookup proposes, the drafter model decides by the exact rule.
 
     What it proposes has the drafter model's law p, so whoever verifies it need not know.
@@ -67,11 +59,10 @@ class VerticalDrafter:
         self._lookup = LookupDrafter(Counters(), stop_tokens=stop_tokens)
         self._stop_tokens = stop_tokens
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`."""
-        limit = min(limit, self._model.context_length - len(tokens))
-        with Stopwatch(self._counters.seconds_by_tier, "drafter", self._model.device):
-            return self._propose(tokens, limit, draws)
+        steps = self._steps(tokens, min(limit, self._model.context_length - len(tokens)), draws)
+        return timed(steps, Stopwatch(self._counters.seconds_by_tier, "drafter", None))
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
@@ -82,7 +73,7 @@ class VerticalDrafter:
         self._model.settle(tokens)
         self._lookup.settle(tokens)
 
-    def _propose(self, tokens: Sequence[int], limit: int, draws: Draws) -> Draft:
+    def _steps(self, tokens: Sequence[int], limit: int, draws: Draws) -> Steps[Draft]:
         proposed: list[int] = []
         laws: list[Row] = []
         raw: list[Tensor] = []
@@ -91,8 +82,8 @@ class VerticalDrafter:
             prefix = [*tokens, *proposed]
             # The drafter model adds a token of its own.
             room = limit - len(proposed) - 1
-            guess = self._lookup.propose(prefix, room, self._sampler.ahead(prefix), draws)
-            logits = self._model.rows([*prefix, *guess.tokens][run:], len(guess.tokens) + 1)
+            guess = yield from self._lookup.drafting(prefix, room, self._sampler.ahead(prefix), draws)
+            logits = yield DraftPass(self._model, [*prefix, *guess.tokens][run:], len(guess.tokens) + 1)
             ahead = self._sampler.ahead(tokens)
             if raw:
                 ahead.block(torch.stack(raw), proposed)

@@ -1,7 +1,7 @@
 """Decoding strategies: plain, two tiers (also towards another law), three tiers chained or gated, early exits, slim."""
 
 from viasd.runtime.strategies.adadecode import AdaDecode
-from viasd.runtime.strategies.base import Emission, Strategy, Workbench
+from viasd.runtime.strategies.base import Emission, SteppedStrategy, Strategy, Workbench
 from viasd.runtime.strategies.chain import ChainedCascade
 from viasd.runtime.strategies.deferring import DeferringDecoding, lossy, rule_law
 from viasd.runtime.strategies.plain import Plain
@@ -18,6 +18,7 @@ __all__ = [
     "Plain",
     "SlimAlone",
     "SpeculativeDecoding",
+    "SteppedStrategy",
     "Strategy",
     "Workbench",
     "lossy",

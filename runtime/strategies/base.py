@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.runtime.metrics import Counters
+from viasd.runtime.passes import FullPass, Steps, drive
 from viasd.runtime.target import Target
 from viasd.sampling import Sampler
 
@@ -41,6 +43,18 @@ class Strategy(Protocol):
         ...
 
 
+class SteppedStrategy(ABC):
+    """A strategy written as a generator of passes, so that those of many sequences can be packed."""
+
+    @abstractmethod
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """The passes of one round after `tokens`, of which at most `room` tokens are still wanted; returns its outcome."""
+
+    def round(self, tokens: Sequence[int], room: int) -> Emission:
+        """See `Strategy`. Every pass runs alone."""
+        return drive(self.steps(tokens, room))
+
+
 @dataclass(frozen=True)
 class Workbench:
     """What every strategy of one request works with."""
@@ -51,8 +65,8 @@ class Workbench:
     counters: Counters
 
 
-def full_step(bench: Workbench, tokens: Sequence[int]) -> Emission:
+def full_step(bench: Workbench, tokens: Sequence[int]) -> Steps[Emission]:
     """One token from the full verifier: plain decoding."""
-    logits = bench.target.full(tokens, 1)
+    logits = yield FullPass(bench.target, tokens, 1)
     token = bench.draws.token(bench.sampler.ahead(tokens).row(logits[0]))
     return Emission([token], ["full"], logits, [False])

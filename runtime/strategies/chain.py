@@ -10,11 +10,12 @@ from torch import Tensor
 from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Drafter
 from viasd.runtime.judge import judge_block
-from viasd.runtime.strategies.base import Emission, Workbench, full_step
+from viasd.runtime.passes import Admission, FullPass, SlimPass, Steps
+from viasd.runtime.strategies.base import Emission, SteppedStrategy, Workbench, full_step
 from viasd.sampling import Ahead
 
 
-class ChainedCascade:
+class ChainedCascade(SteppedStrategy):
     """`cascade` in lossless and bounded mode.
 
     The slim verifier tests the drafter's block by the exact rule, so the tokens that leave it (its own residual or bonus
@@ -47,8 +48,8 @@ class ChainedCascade:
         self._alpha = alpha
         self._stop_tokens = stop_tokens
 
-    def round(self, tokens: Sequence[int], room: int) -> Emission:
-        """See `Strategy`."""
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """See `SteppedStrategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         pending: list[int] = []
@@ -59,11 +60,13 @@ class ChainedCascade:
             # The slim verifier adds one token to a block and the full verifier another.
             limit = min(self._gamma, room - len(pending) - 2)
             prefix = [*tokens, *pending]
-            draft = self._drafter.propose(prefix, limit, self._ahead(tokens, pending, seen), bench.draws)
+            draft = yield from self._drafter.drafting(prefix, limit, self._ahead(tokens, pending, seen), bench.draws)
+            counters.drafted += len(draft.tokens)
+            if draft.tokens:
+                draft = draft.first((yield Admission("drafter", "slim", draft.tokens, draft.logits, draft.confidence)))
             if not draft.tokens:
                 break
-            counters.drafted += len(draft.tokens)
-            logits = bench.target.slim([*prefix, *draft.tokens], len(draft.tokens) + 1)
+            logits = yield SlimPass(bench.target, [*prefix, *draft.tokens], len(draft.tokens) + 1)
             verdict, rows = judge_block(
                 logits, draft.tokens, draft.rows, bench.sampler, self._ahead(tokens, pending, seen), bench.draws
             )
@@ -78,9 +81,14 @@ class ChainedCascade:
             self._drafter.rewind([*tokens, *pending])
             if self._stop_tokens.intersection(pending):
                 break
+        if pending:
+            admitted = yield Admission("slim", "full", pending, torch.cat(seen))
+            if admitted < len(pending):
+                pending, laws, drafted = pending[:admitted], laws[:admitted], drafted[:admitted]
+                bench.target.settle([*tokens, *pending])
         if not pending:
-            return full_step(bench, tokens)
-        full_logits = bench.target.full([*tokens, *pending], len(pending) + 1)
+            return (yield from full_step(bench, tokens))
+        full_logits = yield FullPass(bench.target, [*tokens, *pending], len(pending) + 1)
         verdict, _ = judge_block(
             full_logits,
             pending,

@@ -12,7 +12,8 @@ from viasd.accept import acceptance, residual
 from viasd.deferral import DeferralRule, lossy_law
 from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Draft, Drafter
-from viasd.runtime.strategies.base import Emission, Workbench, full_step
+from viasd.runtime.passes import FullPass, Steps
+from viasd.runtime.strategies.base import Emission, SteppedStrategy, Workbench, full_step
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def lossy(alpha: float) -> TargetLaw:
     return law
 
 
-class DeferringDecoding:
+class DeferringDecoding(SteppedStrategy):
     """Speculative decoding towards a law pi of the rows p and q: what it emits has law pi exactly.
 
     No bonus token follows an accepted block: its law pi would need a row of the drafter that was never asked for.
@@ -97,16 +98,18 @@ class DeferringDecoding:
         self._law = law
         self._gamma = gamma
 
-    def round(self, tokens: Sequence[int], room: int) -> Emission:
-        """See `Strategy`."""
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """See `SteppedStrategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
-        draft = self._drafter.propose(tokens, min(self._gamma, room), bench.sampler.ahead(tokens), bench.draws)
+        draft = yield from self._drafter.drafting(
+            tokens, min(self._gamma, room), bench.sampler.ahead(tokens), bench.draws
+        )
         n = len(draft.tokens)
         if not n:
-            return full_step(bench, tokens)
+            return (yield from full_step(bench, tokens))
         counters.drafted += n
-        logits = bench.target.full([*tokens, *draft.tokens[:-1]], n)
+        logits = yield FullPass(bench.target, [*tokens, *draft.tokens[:-1]], n)
         laws = self._law(self._judged(tokens, draft, logits))
         for i, (token, law) in enumerate(zip(draft.tokens, laws, strict=True)):
             if bench.draws.accept(acceptance(law.prob(token), draft.rows[i].prob(token))):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from viasd.runtime.strategies.base import Emission, Workbench, full_step
+from viasd.runtime.passes import Steps
+from viasd.runtime.strategies.base import Emission, SteppedStrategy, Workbench, full_step
 
 
-class Plain:
+class Plain(SteppedStrategy):
     """Autoregressive decoding by the full verifier alone."""
 
     def __init__(self, bench: Workbench) -> None:
         self._bench = bench
 
-    def round(self, tokens: Sequence[int], room: int) -> Emission:
-        """See `Strategy`."""
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """See `SteppedStrategy`."""
         self._bench.counters.rounds += 1
-        return full_step(self._bench, tokens)
+        return (yield from full_step(self._bench, tokens))

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from viasd.runtime.drafters.base import Drafter
 from viasd.runtime.judge import judge_block
 from viasd.runtime.lengths import Pace
-from viasd.runtime.strategies.base import Emission, Workbench, full_step
+from viasd.runtime.passes import Admission, FullPass, Steps
+from viasd.runtime.strategies.base import Emission, SteppedStrategy, Workbench, full_step
 
 
-class SpeculativeDecoding:
+class SpeculativeDecoding(SteppedStrategy):
     """Speculative decoding; lossless with ``alpha = 0``, within total variation alpha per token otherwise.
 
     Args:
@@ -30,22 +31,25 @@ class SpeculativeDecoding:
         self._alpha = alpha
         self._pace = pace
 
-    def round(self, tokens: Sequence[int], room: int) -> Emission:
-        """See `Strategy`."""
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """See `SteppedStrategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         # The verifier always adds a token of its own, so a block as long as the room left would waste one.
         limit = min(self._gamma, room - 1)
         if self._pace is not None:
             limit = self._pace.limit(tokens, limit)
-        draft = self._drafter.propose(tokens, limit, bench.sampler.ahead(tokens), bench.draws)
+        draft = yield from self._drafter.drafting(tokens, limit, bench.sampler.ahead(tokens), bench.draws)
+        counters.drafted += len(draft.tokens)
+        if draft.tokens:
+            admitted = yield Admission("drafter", "full", draft.tokens, draft.logits, draft.confidence)
+            draft = draft.first(admitted)
         if not draft.tokens:
-            emission = full_step(bench, tokens)
+            emission = yield from full_step(bench, tokens)
             if self._pace is not None:
                 self._pace.passed(emission.tokens)
             return emission
-        counters.drafted += len(draft.tokens)
-        logits = bench.target.full([*tokens, *draft.tokens], len(draft.tokens) + 1)
+        logits = yield FullPass(bench.target, [*tokens, *draft.tokens], len(draft.tokens) + 1)
         verdict, _ = judge_block(
             logits, draft.tokens, draft.rows, bench.sampler, bench.sampler.ahead(tokens), bench.draws, self._alpha
         )

@@ -12,7 +12,8 @@ from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Draft, Drafter
 from viasd.runtime.gates import Decision, Gate
 from viasd.runtime.judge import judge_block
-from viasd.runtime.strategies.base import Emission, Workbench, full_step
+from viasd.runtime.passes import Admission, FullPass, SlimPass, Steps
+from viasd.runtime.strategies.base import Emission, SteppedStrategy, Workbench, full_step
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class _Walk:
     escalated: bool
 
 
-class GatedCascade:
+class GatedCascade(SteppedStrategy):
     """`cascade` in `via` mode. Lossy: what the gate lets pass, q never sees, except in audits.
 
     Args:
@@ -68,25 +69,29 @@ class GatedCascade:
         self._recheck = recheck
         self._audit = audit
 
-    def round(self, tokens: Sequence[int], room: int) -> Emission:
-        """See `Strategy`."""
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """See `SteppedStrategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
-        draft = self._drafter.propose(tokens, min(self._gamma, room), bench.sampler.ahead(tokens), bench.draws)
-        if not draft.tokens:
-            return full_step(bench, tokens)
+        draft = yield from self._drafter.drafting(
+            tokens, min(self._gamma, room), bench.sampler.ahead(tokens), bench.draws
+        )
         counters.drafted += len(draft.tokens)
+        if draft.tokens:
+            draft = draft.first((yield Admission("drafter", "slim", draft.tokens, draft.logits, draft.confidence)))
+        if not draft.tokens:
+            return (yield from full_step(bench, tokens))
         # Judging d_1 .. d_g needs the rows before each of them; the row after d_g is not looked at.
-        logits = bench.target.slim([*tokens, *draft.tokens[:-1]], len(draft.tokens))
+        logits = yield SlimPass(bench.target, [*tokens, *draft.tokens[:-1]], len(draft.tokens))
         judged = bench.sampler.ahead(tokens).block(logits, draft.tokens)
         slim = _Slim(logits, judged, bench.sampler.law(judged))
         walk = self._walk(draft, slim)
         counters.gated += len(walk.tokens)
         if walk.escalated:
             counters.escalated_rounds += 1
-            return self._escalate(tokens, draft, slim, walk)
+            return (yield from self._escalate(tokens, draft, slim, walk))
         if bench.draws.audit(self._audit):
-            return self._audited(tokens, draft, slim, walk)
+            return (yield from self._audited(tokens, draft, slim, walk))
         return self._unseen(slim, walk)
 
     def _walk(self, draft: Draft, slim: _Slim) -> _Walk:
@@ -116,11 +121,11 @@ class GatedCascade:
         counters.rewrites += len(walk.kept) - sum(walk.kept)
         return Emission(walk.tokens, _tiers(walk), slim.logits[: len(walk.tokens)], list(walk.kept), len(walk.tokens))
 
-    def _escalate(self, tokens: Sequence[int], draft: Draft, slim: _Slim, walk: _Walk) -> Emission:
+    def _escalate(self, tokens: Sequence[int], draft: Draft, slim: _Slim, walk: _Walk) -> Steps[Emission]:
         """One full pass over everything it has not run, the rest of the block included; it decides from there."""
         first = len(walk.tokens) - 1
         block = [*walk.tokens, *draft.tokens[first + 1 :]]
-        full = self._bench.target.full([*tokens, *block], len(block) + 1)
+        full = yield FullPass(self._bench.target, [*tokens, *block], len(block) + 1)
         laws = self._tentative_laws(draft, slim, len(walk.tokens))
         laws += [draft.rows[i] for i in range(first + 1, len(block))]
         kept = [*walk.kept, *[True] * (len(block) - len(walk.kept))]
@@ -131,11 +136,11 @@ class GatedCascade:
             return self._tested(tokens, block, laws, full, kept, gated=len(walk.tokens))
         return self._decided_from(first, tokens, block, laws, full, kept)
 
-    def _audited(self, tokens: Sequence[int], draft: Draft, slim: _Slim, walk: _Walk) -> Emission:
+    def _audited(self, tokens: Sequence[int], draft: Draft, slim: _Slim, walk: _Walk) -> Steps[Emission]:
         """A block that would have skipped q, judged by q all the same: recorded, learnt from and (recheck) corrected."""
         # A rewrite stands where the slim path ran the drafted token: what it left there must not be taken for the rewrite's.
         self._bench.target.settle([*tokens, *walk.tokens])
-        full = self._bench.target.full([*tokens, *walk.tokens], len(walk.tokens) + 1)
+        full = yield FullPass(self._bench.target, [*tokens, *walk.tokens], len(walk.tokens) + 1)
         laws = self._tentative_laws(draft, slim, len(walk.tokens))
         # Before the gate learns from this very block.
         disagreement = self._disagreement(tokens, draft, slim, full, walk.tokens)

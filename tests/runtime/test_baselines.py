@@ -18,7 +18,7 @@ from viasd.mask import LayerMask
 from viasd.routes import Route
 from viasd.rows import Rows
 from viasd.runtime import names
-from viasd.runtime.drafters import Draft, HorizontalDrafter, SelfDrafter, VerticalDrafter
+from viasd.runtime.drafters import Draft, HorizontalDrafter, PasslessDrafter, SelfDrafter, VerticalDrafter
 from viasd.runtime.metrics import Counters
 from viasd.runtime.strategies import (
     DeferringDecoding,
@@ -165,7 +165,7 @@ class TableModel(TableDrafter):
         del self.run[length:]
 
 
-class Guess:
+class Guess(PasslessDrafter):
     """Proposes the token that follows the last one in number, as a point mass: wrong often enough."""
 
     name = "guess"

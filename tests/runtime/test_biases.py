@@ -11,7 +11,7 @@ from laws import Table, constant_table, decoded_law, largest_error, target_law
 
 from viasd.draws import Draws
 from viasd.rows import Row, Rows
-from viasd.runtime.drafters import Draft
+from viasd.runtime.drafters import Draft, PasslessDrafter
 from viasd.runtime.strategies import SpeculativeDecoding
 from viasd.sampling import Ahead, SamplingConfig
 from viasd.testing import TableTarget
@@ -19,7 +19,7 @@ from viasd.testing import TableTarget
 PLAIN_SAMPLING = SamplingConfig(temperature=1.0)
 
 
-class Biased:
+class Biased(PasslessDrafter):
     """A drafter of one token a block that does one of the forbidden things."""
 
     def __init__(self, p: Table, keep: Callable[[int, torch.Tensor], bool], choose: str = "draw") -> None:

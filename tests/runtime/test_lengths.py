@@ -6,7 +6,7 @@ import random
 import pytest
 
 from viasd.runtime.drafters import LookupDrafter
-from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace, Shadow
+from viasd.runtime.lengths import LOOKUP_PRIORS, DraftLength, LookupPace, ModelPace, Shadow
 from viasd.runtime.metrics import Counters
 from viasd.sampling import Sampler, SamplingConfig
 
@@ -56,6 +56,23 @@ def test_kinds_of_drafts_have_chances_of_their_own() -> None:
     assert lengths.choose(5, label=1) == 0
     assert lengths.choose(5, label=3) == 5
     assert lengths.chance(2, 0) == 0.5
+
+
+def test_what_is_believed_at_first_gives_way_to_what_is_seen() -> None:
+    lengths = DraftLength(5, 0.0, CHEAP, LOOKUP_PRIORS)
+    assert [lengths.chance(label, 0) for label in (1, 2, 3)] == [0.25, 0.55, 0.7]
+    assert [lengths.chance(3, place) for place in (1, 4)] == [0.8, 0.8]
+    unlikely = []
+    for label in (1, 3):
+        refused = 0
+        while lengths.choose(5, label):
+            lengths.observe(label, 0, 1)
+            refused += 1
+        unlikely.append(refused)
+    assert 0 < unlikely[0] < unlikely[1], "a match of one token is given up sooner than a match of three"
+    for _ in range(60):
+        lengths.observe(1, 5, 5)
+    assert lengths.chance(1, 0) > 0.9
 
 
 def test_what_was_true_long_ago_fades() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from viasd.draws import SeededDraws
 from viasd.rows import Rows
-from viasd.runtime.drafters import Draft, LookupDrafter, LookupFirstDrafter
+from viasd.runtime.drafters import Draft, LookupDrafter, LookupFirstDrafter, PasslessDrafter
 from viasd.runtime.lengths import DraftLength, LookupFirstPace
 from viasd.runtime.metrics import Counters
 from viasd.sampling import Sampler, SamplingConfig
@@ -18,7 +18,7 @@ ONCE = [1, 2, 9, 4, 7, 2]  # one word has
 FRESH = [1, 2, 3, 4, 5, 6]
 
 
-class Nines:
+class Nines(PasslessDrafter):
     """A drafter that says 9 and counts how often it was asked."""
 
     name = "nines"

@@ -14,7 +14,7 @@ import torch
 from viasd.attention import Segment, visible
 from viasd.errors import UnsupportedModelError
 from viasd.kernels import build
-from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, multiplied
+from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, multiplied, run_layers
 from viasd.layered import LayeredModel
 from viasd.lean import LayerProducts, LeanLayer, linear_groups
 from viasd.mask import LayerMask
@@ -332,3 +332,50 @@ def test_a_cache_that_can_not_be_written_is_no_reason_to_be_slow(anew: Callable[
     anew(tmp_path / "file")
     assert build.why_missing() is None
     assert load_layered(tiny_model("llama")).form == "native"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_in_one_call_are_the_same_bits_as_one_by_one(family: str, dtype: torch.dtype, threads) -> None:
+    model = load_layered(model_of(family, dtype=dtype), layers="native")
+
+    def states(apart: list[int]) -> torch.Tensor:
+        kv = model.new_kv()
+        outs = []
+        for start, n in ((0, 17), (17, 1), (18, 6)):
+            step = model.step([Segment(kv, start, n)])
+            hidden, captured = model.run(model.embed(IDS[start : start + n]), range(4), step, capture=apart)
+            assert sorted(captured) == sorted(apart)
+            outs.append(hidden)
+        return torch.cat(outs, dim=1)
+
+    with torch.inference_mode():
+        for count in (1, 2, 3):
+            threads(count)
+            together = states([])
+            assert torch.equal(states([0, 1, 2, 3]), together)
+            assert torch.equal(states([2]), together)
+
+
+@needs_kernels
+def test_layers_of_different_shapes_run_in_one_call(threads) -> None:
+    """What a thread reads of one layer must not lie where another already writes of the next."""
+    shapes = ({}, {"num_attention_heads": 8, "num_key_value_heads": 4}, {"intermediate_size": 320}, {"head_dim": 80})
+    models = [load_layered(model_of("llama", **shape), layers="native") for shape in shapes]
+    made = [model._native[index] for index, model in enumerate(models)]
+    kvs, shared = [model.new_kv() for model in models], models[0].new_kv()
+    threads(4)
+    with torch.inference_mode():
+        for start, n in ((0, 30), (30, 1), (31, 20)):
+            entered = models[0].embed(IDS[start : start + n])
+            turned = [
+                model._rotations.rotation(model.step([Segment(kv, start, n)]), model.layer_types[0], model.device)
+                for model, kv in zip(models, kvs, strict=True)
+            ]
+            expected = entered
+            for layer, rotation, kv in zip(made, turned, kvs, strict=True):
+                expected = layer(expected, rotation, models[0].step([Segment(kv, start, n)]))
+            for _ in range(20):
+                step = models[0].step([Segment(shared, start, n)])
+                assert torch.equal(run_layers(made, entered, turned, step), expected)

@@ -12,17 +12,23 @@
 // Vectors are the compiler's own (GCC and Clang), so the same source serves every instruction set. Loops over threads use
 // OpenMP, whose runtime is the one that torch has loaded (see build.py), so that both share their threads.
 
+#include <atomic>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
 #define TILES
 #endif
 
@@ -86,13 +92,14 @@ struct Segment {  // tokens of one sequence
     int64_t capacity, start, length;
 };
 
-struct Call {
+struct Call {  // one layer after another
+    const Layer* const* layers;  // [count]
     const void* input;  // [rows, width]
     void* output;
-    const void* cos;  // [rows, head_dim]
-    const void* sin;  // the same, first half negated
-    const Segment* segments;
-    int64_t n_segments, rows, threads, part;
+    const void* const* cos;  // [count], each [rows, head_dim]
+    const void* const* sin;  // the same, first half negated
+    const Segment* segments;  // [count, n_segments]
+    int64_t count, n_segments, rows, threads, part;
 };
 
 // ---- numbers ------------------------------------------------------------------------------------------------------------
@@ -331,7 +338,48 @@ INLINE Range share(int64_t blocks, int64_t thread, int64_t threads) {
     return {blocks * thread / threads, blocks * (thread + 1) / threads};
 }
 
-struct Team { int64_t thread, threads; };
+// Where the threads of a team wait for each other. OpenMP's own barrier spins for milliseconds; on a machine that has other
+// work too, a thread that lost its processor then keeps all others spinning, 6 times a layer, and a pass takes a hundred
+// times as long. Here a thread soon goes to sleep, so that the one it waits for gets its processor.
+struct Barrier {
+    static const int SPINS = 2000;  // some tens of microseconds, longer than threads are apart on a machine of their own
+    std::atomic<int> arrived{0}, phase{0}, asleep{0};
+
+    void wait(int64_t threads) {
+        const int now = phase.load();
+        if (arrived.fetch_add(1) + 1 == threads) {
+            arrived.store(0);
+            phase.store(now + 1);
+#ifdef __linux__
+            // Who counts as asleep after this sees the new phase before it sleeps.
+            if (asleep.load()) syscall(SYS_futex, &phase, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+            return;
+        }
+        for (int i = 0; i < SPINS; i++) {
+            if (phase.load(std::memory_order_acquire) != now) return;
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            asm volatile("yield");
+#endif
+        }
+        asleep.fetch_add(1);
+        while (phase.load() == now) {
+#ifdef __linux__
+            syscall(SYS_futex, &phase, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
+#endif
+        }
+        asleep.fetch_sub(1);
+    }
+};
+
+struct Team {
+    int64_t thread, threads;
+    Barrier* barrier;
+
+    void wait() const { if (threads > 1) barrier->wait(threads); }
+};
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 template <class A, int M>
@@ -375,6 +423,10 @@ static void rows_times(const Matrix& matrix, const Range& blocks, int64_t ahead,
 INLINE Range rows_of(const Matrix& matrix, const Team& team) {
     Range mine = share((matrix.rows + 15) / 16, team.thread, team.threads);
     return {mine.from * 16, mine.to * 16 < matrix.rows ? mine.to * 16 : matrix.rows};
+}
+
+INLINE int64_t row_bytes(const Matrix& matrix) {
+    return matrix.kind == INT4 ? matrix.cols / 2 : matrix.cols * (matrix.kind == FP32 ? 4 : matrix.kind == BF16 ? 2 : 1);
 }
 
 // ---- the same by tiles (AMX), where a product of 16 inputs takes no longer than one of a single input -----------------------
@@ -460,7 +512,7 @@ static void tile_product(const Matrix& matrix, const Team& team, const Inputs& i
 // This thread's share of a matrix's rows times n inputs -> out[n, out_stride].
 template <class A>
 static void product(const Matrix& matrix, const Team& team, const Inputs& inputs, int64_t n, float* out, int64_t out_stride,
-                    [[maybe_unused]] const Matrix* next = nullptr) {
+                    const Matrix* next = nullptr) {
 #ifdef TILES
     if (by_tiles(matrix)) { tile_product(matrix, team, inputs, n, out, out_stride, next); return; }
 #endif
@@ -483,6 +535,12 @@ static void product(const Matrix& matrix, const Team& team, const Inputs& inputs
             else { ROWS(1); }
 #undef ROWS
         }
+    }
+    if (next) {  // what this thread reads next, while others finish and norms are computed
+        const Range its = rows_of(*next, team);
+        const int64_t row = row_bytes(*next), all_of_it = (its.to - its.from) * row;
+        const char* from = (const char*)next->weight + its.from * row;
+        for (int64_t at = 0; at < all_of_it && at < AHEAD; at += 64) __builtin_prefetch(from + at, 0, 2);
     }
 }
 
@@ -730,23 +788,27 @@ static Shared cut_shared(Cutter& cutter, const Layer& layer, const Call& call) {
     return {cutter.take(n * q), cutter.take(n * a), cutter.take(n * d), cutter.take(n * i), cutter.take(n * i), q};
 }
 
-static Own cut_own(Cutter& cutter, const Layer& layer, const Call& call) {
+static Own cut_own(Cutter& cutter, const Layer& layer, const Call& call, int64_t which) {
     int64_t n = call.rows, d = padded(layer.width), a = padded(layer.heads * layer.head_dim), longest = 0;
-    for (int64_t s = 0; s < call.n_segments; s++) longest = most(longest, call.segments[s].start + call.segments[s].length);
+    const Segment* segments = call.segments + which * call.n_segments;
+    for (int64_t s = 0; s < call.n_segments; s++) longest = most(longest, segments[s].start + segments[s].length);
     int64_t stride = padded(longest + 2 * LANES), widest = most(d, most(a, padded(layer.inner)));
     return {cutter.take(n * d), cutter.take(n * d), cutter.take(inputs_size(n, widest)), cutter.take(MOST_ROWS * stride),
             cutter.take(layer.head_dim), stride};
 }
 
-#define BARRIER _Pragma("omp barrier")
-
+// One layer of a call. Every thread keeps all rows between layers, so that none waits for another to see them.
 template <class A>
-static void layer_of_thread(const Layer& layer, const Call& call, const Team& team, const Shared& shared, const Own& own) {
+static void layer_of_thread(const Call& call, int64_t which, const Team& team, const Shared& shared, const Own& own) {
     typedef typename A::T T;
+    const Layer& layer = *call.layers[which];
+    const bool last = which + 1 == call.count;
+    const Matrix* following = last ? nullptr : call.layers[which + 1]->qkv;
+    const Segment* segments = call.segments + which * call.n_segments;
     const int64_t n = call.rows, width = layer.width, d = padded(width), dim = layer.head_dim;
     const int64_t heads = layer.heads, kv = layer.kv_heads, q = shared.qkv_width, a = padded(heads * dim);
     for (int64_t m = 0; m < n; m++) {
-        widen<A>((const T*)call.input + m * width, own.rows + m * d, width);
+        if (!which) widen<A>((const T*)call.input + m * width, own.rows + m * d, width);
         for (int64_t i = width; i < d; i++) own.rows[m * d + i] = own.input[m * d + i] = 0.0f;
     }
     if (call.part != MLP) {
@@ -759,11 +821,11 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
             product<A>(matrix, team, in, n, shared.qkv + offset, q, more ? &matrix + 1 : &layer.out);
             offset += matrix.rows;
         }
-        BARRIER
+        team.wait();
         // Heads: normed and rotated where they are; keys and values stored.
         int64_t row = 0;
         for (int64_t s = 0; s < call.n_segments; s++) {
-            const Segment& segment = call.segments[s];
+            const Segment& segment = segments[s];
             for (int64_t i = 0; i < segment.length; i++, row++) {
                 for (int64_t h = 0; h < heads + 2 * kv; h++) {
                     if ((row * (heads + 2 * kv) + h) % team.threads != team.thread) continue;
@@ -771,7 +833,7 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
                     if (h < heads + kv) {
                         const Norm& norm = h < heads ? layer.query : layer.key;
                         if (norm.weight) normed<A>(norm, head, head, dim);
-                        rotated<A>(head, (const T*)call.cos + row * dim, (const T*)call.sin + row * dim, dim, own.spare);
+                        rotated<A>(head, (const T*)call.cos[which] + row * dim, (const T*)call.sin[which] + row * dim, dim, own.spare);
                     }
                     if (h < heads) continue;
                     int64_t index = h < heads + kv ? h - heads : h - heads - kv;
@@ -780,10 +842,10 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
                 }
             }
         }
-        BARRIER
+        team.wait();
         row = 0;
         for (int64_t s = 0; s < call.n_segments; s++) {
-            const Segment& segment = call.segments[s];
+            const Segment& segment = segments[s];
             // Queries by key head, so that those of a thread share keys.
             const int64_t each = heads / kv, of_head = segment.length * each;
             Range mine = share(kv * of_head, team.thread, team.threads);
@@ -804,10 +866,10 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
         }
         for (int64_t m = team.thread; m < n; m += team.threads)
             for (int64_t i = heads * dim; i < a; i++) shared.attended[m * a + i] = 0.0f;
-        BARRIER
+        team.wait();
         Inputs in = prepared(shared.attended, a, n, heads * dim, layer.out, own.inputs);
         product<A>(layer.out, team, in, n, shared.projected, d, &layer.up);
-        BARRIER
+        team.wait();
         for (int64_t m = 0; m < n; m++) {
             float* added = shared.projected + m * d;
             if (layer.after_attention.weight) {
@@ -833,12 +895,12 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
             for (; i < to; i++) up[i] = A::round(A::round(activated(all(gate[i]), layer.activation)[0]) * up[i]);
             if (to == layer.inner) for (i = layer.inner; i < wide; i++) up[i] = 0.0f;
         }
-        BARRIER
+        team.wait();
         Inputs in = prepared(shared.inner, wide, n, layer.inner, layer.down, own.inputs);
-        product<A>(layer.down, team, in, n, shared.projected, d);
-        BARRIER
+        product<A>(layer.down, team, in, n, shared.projected, d, following);
+        team.wait();
     }
-    for (int64_t m = team.thread; m < n; m += team.threads) {
+    for (int64_t m = last ? team.thread : 0; m < n; m += last ? team.threads : 1) {
         float* rows = own.rows + m * d;
         if (call.part != ATTENTION) {
             float* added = shared.projected + m * d;
@@ -848,7 +910,7 @@ static void layer_of_thread(const Layer& layer, const Call& call, const Team& te
             }
             add<A>(rows, added, width);
         }
-        narrow<A>(rows, (T*)call.output + m * width, width);
+        if (last) narrow<A>(rows, (T*)call.output + m * width, width);
     }
 }
 
@@ -871,25 +933,39 @@ extern "C" int omp_get_num_threads();
 // Runs a part for each thread of a team; there may be fewer than were asked for.
 template <class F>
 static void together(int64_t threads, F part) {
-    if (threads <= 1) { part(Team{0, 1}); return; }
+    Barrier barrier;
+    if (threads <= 1) { part(Team{0, 1, &barrier}); return; }
 #pragma omp parallel num_threads(int(threads))
-    part(Team{omp_get_thread_num(), omp_get_num_threads()});
+    {
+        const Team team{omp_get_thread_num(), omp_get_num_threads(), &barrier};
+        part(team);
+        team.wait();  // OpenMP waits here too, spinning
+    }
 }
 
 template <class A>
-static int run_layer(const Layer& layer, const Call& call) {
-    Cutter count{nullptr};
-    cut_shared(count, layer, call);
-    size_t before = count.used;
-    cut_own(count, layer, call);
-    size_t each = count.used - before;
+static int run_layers(const Call& call) {
+    size_t before = 0, each = 0;  // of the layer that needs most: what a thread keeps between layers must stay where it is
+    for (int64_t l = 0; l < call.count; l++) {
+        Cutter count{nullptr};
+        cut_shared(count, *call.layers[l], call);
+        size_t shared = count.used;
+        cut_own(count, *call.layers[l], call, l);
+        if (shared > before) before = shared;
+        if (count.used - shared > each) each = count.used - shared;
+    }
     if (!arena.fit((before + each * call.threads) * sizeof(float))) return 1;
     float* memory = (float*)arena.memory;
-    Cutter cutter{memory};
-    Shared shared = cut_shared(cutter, layer, call);
     together(call.threads, [&](const Team& team) {
-        Cutter piece{memory + before + each * team.thread};
-        layer_of_thread<A>(layer, call, team, shared, cut_own(piece, layer, call));
+        const float* projected = nullptr;
+        for (int64_t l = 0; l < call.count; l++) {
+            Cutter cutter{memory}, piece{memory + before + each * team.thread};
+            const Shared shared = cut_shared(cutter, *call.layers[l], call);
+            // Another thread may still read what the layer before projected: it must not lie where this one begins to write.
+            if (l && shared.projected != projected) team.wait();
+            projected = shared.projected;
+            layer_of_thread<A>(call, l, team, shared, cut_own(piece, *call.layers[l], call, l));
+        }
     });
     return 0;
 }
@@ -949,8 +1025,8 @@ static void expand(const Matrix& matrix, const Team& team, void* out) {
 }
 
 // All return 0, or 1 where there was no memory.
-extern "C" int viasd_layer(const Layer* layer, const Call* call) {
-    return layer->half ? run_layer<BFloat16>(*layer, *call) : run_layer<Float32>(*layer, *call);
+extern "C" int viasd_layers(const Call* call) {
+    return call->layers[0]->half ? run_layers<BFloat16>(*call) : run_layers<Float32>(*call);
 }
 extern "C" int viasd_product(const Product* call) {
     return call->half ? run_product<BFloat16>(*call) : run_product<Float32>(*call);

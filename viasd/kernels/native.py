@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,27 +61,10 @@ class _Layer(Structure):
     )
 
 
-class _Segment(Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("capacity", c_int64),
-        ("start", c_int64),
-        ("length", c_int64),
-    )
-
-
 class _Call(Structure):
     _fields_ = (
-        ("input", c_void_p),
-        ("output", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("segments", POINTER(_Segment)),
-        ("n_segments", c_int64),
-        ("rows", c_int64),
-        ("threads", c_int64),
-        ("part", c_int64),
+        *((name, c_void_p) for name in ("layers", "input", "output", "cos", "sin", "segments")),
+        *((name, c_int64) for name in ("count", "n_segments", "rows", "threads", "part")),
     )
 
 
@@ -110,13 +94,13 @@ class NativeLayer:
 
     def __init__(self, lean: LeanLayer, library: ctypes.CDLL) -> None:
         self.lean = lean
-        self._run = library.viasd_layer
+        self.library = library
         self._held: list[Tensor] = []  # whose addresses the kernel knows
         made, norms = lean.products, lean.norms
         qkv = made.qkv.matrices
         gate, up = _halves(made.gate_up.matrices, lean.inner)
         weight = norms.before_attention.weight
-        self._dtype = _activations(made)
+        self.dtype = _activations(made)
         self._layer = _Layer(
             (_Matrix * 3)(*(self._matrix(matrix) for matrix in qkv)),
             *(self._matrix(matrix) for matrix in (made.out.matrices[0], gate, up, made.down.matrices[0])),
@@ -130,9 +114,11 @@ class NativeLayer:
             lean.scaling,
             lean.softcap or 0.0,
             _ACTIVATIONS[type(lean.activation).__name__],
-            _DTYPES[self._dtype],
+            _DTYPES[self.dtype],
         )
-        self._stored = torch.empty(lean.kv_heads, 1, lean.head_dim, dtype=self._dtype)
+        #: What a pass stores of one token: shape and dtype for a cache that has nothing yet.
+        self.stored = torch.empty(lean.kv_heads, 1, lean.head_dim, dtype=self.dtype)
+        self.address = ctypes.addressof(self._layer)
 
     @property
     def form(self) -> str:
@@ -145,36 +131,17 @@ class NativeLayer:
         """See `LeanLayer`."""
         return self.lean.tensors
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
-        """See `LeanLayer`."""
-        n = hidden.shape[1]
+    def takes(self, hidden: Tensor, step: Step) -> bool:
+        """Whether the kernel runs these hidden states ``[1, n, d]``."""
         # A step of another class stores or attends in its own way.
         ordinary = type(step) is Step and step.kernel == "sdpa"
-        if n > MOST_TOKENS or not ordinary or hidden.dtype != self._dtype or hidden.requires_grad:
+        return ordinary and hidden.shape[1] <= MOST_TOKENS and hidden.dtype == self.dtype and not hidden.requires_grad
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
+        """See `LeanLayer`."""
+        if not self.takes(hidden, step):
             return self.lean(hidden, rotation, step, part)
-        index = self.lean.index
-        step.windows[index] = self.lean.window
-        segments = (_Segment * len(step.segments))()
-        for place, segment in zip(segments, step.segments, strict=True):
-            end = segment.start + segment.length
-            keys, values = segment.kv.room(index, segment.start, end, self._stored, self._stored)
-            place.keys, place.values, place.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[2]
-            place.start, place.length = segment.start, segment.length
-        entered = hidden.contiguous()
-        out = torch.empty_like(entered)
-        call = _Call(
-            entered.data_ptr(),
-            out.data_ptr(),
-            rotation.cos.data_ptr(),
-            rotation.sin.data_ptr(),
-            segments,
-            len(segments),
-            n,
-            torch.get_num_threads(),
-            _PARTS[part],
-        )
-        _check(self._run(byref(self._layer), byref(call)))
-        return out
+        return run_layers([self], hidden, [rotation], step, part)
 
     def _matrix(self, matrix: Matrix) -> _Matrix:
         self._held += [t for t in matrix[1:] if isinstance(t, Tensor)]
@@ -184,6 +151,57 @@ class NativeLayer:
         made, kept = _norm_of(norm)
         self._held += kept
         return made
+
+
+def run_layers(
+    layers: Sequence[NativeLayer], hidden: Tensor, rotations: Sequence[Rotation], step: Step, part: str | None = None
+) -> Tensor:
+    """Layers one after another in one call.
+
+    Args:
+        layers: The layers, which take this pass (`NativeLayer.takes`).
+        hidden: ``[1, n, d]``.
+        rotations: Of each layer.
+        step: The pass.
+        part: ``attention`` or ``mlp`` alone, of a single layer.
+
+    Returns:
+        ``[1, n, d]``.
+    """
+    indices = [layer.lean.index for layer in layers]
+    for layer in layers:
+        step.windows[layer.lean.index] = layer.lean.window
+    segments = np.empty((len(layers), len(step.segments), 5), dtype=np.int64)  # in the order of decode.cpp's Segment
+    for i, segment in enumerate(step.segments):
+        kv, end = segment.kv, segment.start + segment.length
+        buffers = kv.table[indices]
+        if int(buffers[:, 2].min()) < end:
+            for layer in layers:
+                kv.room(layer.lean.index, segment.start, end, layer.stored, layer.stored)
+            buffers = kv.table[indices]
+        segments[:, i, :3] = buffers
+        segments[:, i, 3:] = segment.start, segment.length
+    entered = hidden.contiguous()
+    out = torch.empty_like(entered)
+    called = np.array([layer.address for layer in layers])
+    distinct = {id(rotation): rotation for rotation in rotations}
+    tables = {key: (rotation.cos.data_ptr(), rotation.sin.data_ptr()) for key, rotation in distinct.items()}
+    angles = np.array([tables[id(rotation)] for rotation in rotations]).T.copy()
+    call = _Call(
+        called.ctypes.data,
+        entered.data_ptr(),
+        out.data_ptr(),
+        angles[0].ctypes.data,
+        angles[1].ctypes.data,
+        segments.ctypes.data,
+        len(layers),
+        len(step.segments),
+        hidden.shape[1],
+        torch.get_num_threads(),
+        _PARTS[part],
+    )
+    _check(layers[0].library.viasd_layers(byref(call)))
+    return out
 
 
 class NativeReadout:
