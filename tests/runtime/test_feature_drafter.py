@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from features import answer, feature_file, feature_pair, states_of
 from laws import largest_error
 from tiny import LOSSLESS, generate, hf_greedy, model_of, prompt_ids, save_target, tokenizer
 
 import viasd
-from drafters import answer, feature_file, feature_pair, states_of
+from viasd.draws import SeededDraws
 from viasd.errors import DrafterError, OptionError
 from viasd.feature import FeatureDrafterFile, FeatureShape
 from viasd.featuremodel import FeatureModel
@@ -102,6 +104,35 @@ def test_every_draft_is_what_the_definition_says(strategy: str, depth: int, monk
         assert any(known < len(tokens) - 1 for tokens, known, _ in seen)
     for tokens, known, logits in seen:
         torch.testing.assert_close(logits, by_definition(tokens, known, len(logits), depth), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafting_now_and_then_makes_no_difference(seed: int) -> None:
+    rng = random.Random(seed)
+    pair, counters = feature_pair(), Counters()
+    assert pair.feature is not None
+    target = TieredTarget(pair.target, None, counters)
+    drafter = FeatureDrafter(pair.feature, target, counters)
+    sampler = Sampler(SamplingConfig())
+    tokens = [rng.randrange(5, 260) for _ in range(6)]
+    feature_file(depth=1)  # is taught, which inference mode forbids
+    with torch.inference_mode():
+        target.prefill(tokens[:-1])
+        drafter.settle(tokens)
+        for _ in range(12):
+            for _ in range(rng.choice([0, 1, 2])):
+                draft = drafter.propose(tokens, 3, sampler.ahead(tokens), SeededDraws(0))
+                expected = by_definition(tokens, len(tokens) - 1, 3, 1)
+                torch.testing.assert_close(torch.stack(draft.logits), expected, rtol=1e-3, atol=1e-3)
+            block = [rng.randrange(5, 260) for _ in range(rng.randrange(4))]
+            target.full([*tokens, *block], 1)
+            if rng.random() < 0.4:  # another block, before anybody said what is kept of the first
+                target.kv.roll_back(len(tokens) - 1)
+                block = [rng.randrange(5, 260) for _ in block]
+                target.full([*tokens, *block], 1)
+            tokens += [*block[: rng.randrange(len(block) + 1)], rng.randrange(5, 260)]
+            target.settle(tokens)
+            drafter.settle(tokens)
 
 
 def test_states_of_a_long_prompt_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

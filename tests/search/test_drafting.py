@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from features import answer, feature_file, feature_pair, states_of
 from tiny import model_of, pair_of
 
-from drafters import answer, feature_file, feature_pair, states_of
 from viasd.featuremodel import FeatureModel
 from viasd.probe import load_layered
 from viasd.runtime.drafters.along import has_states, readout_of, states_along

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from features import feature_file
 from tiny import save_target
 
 import viasd
 import viasd.load
 import viasd.mask
 import viasd.search.cli as cli
-from drafters import feature_file
 from viasd.errors import WeightsError
 from viasd.runtime import figures
 from viasd.search.scorer import Scorer
