@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from viasd import hub
 from viasd.checkpoints import LoadConfig, load_model, load_tokenizer
+from viasd.drafters import file_of
 from viasd.errors import OptionError, WeightsError
 from viasd.feature import FeatureDrafterFile
 from viasd.gguf_codes import read_codes
@@ -93,7 +94,7 @@ def load_pair_models(
         target_id = pair.target_ref if source == "hub" else target_id
         drafter_ref = None
         if pair.drafter == TINY:
-            feature_ref = pair.drafter_ref
+            feature_ref = str(file_of(f"{pair.family}:{pair.target}"))
         elif pair.drafter_ref is not None:
             drafter_ref, drafter_source = _resolve(pair, pair.drafter, pair.drafter_ref, config, say)
             drafter_id = pair.drafter_ref if drafter_source == "hub" else f"{pair.family}:{pair.drafter}"

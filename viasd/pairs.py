@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from viasd.drafters import file_of, names
+from viasd.drafters import names
 from viasd.errors import PairError
 
 DEFAULT_PAIR = "smollm2-lookup:135m"
@@ -68,7 +68,7 @@ class PairSpec:
         family: Key of `CHECKPOINTS`.
         drafter: ``"lookup"``, ``"self"``, ``"tiny"`` or a size of the family.
         target: A size of the family.
-        drafter_ref: Hub id of the drafter, path for ``"tiny"``, None for ``"lookup"`` and ``"self"``.
+        drafter_ref: Hub id of the drafter, None for ``"lookup"``, ``"self"`` and ``"tiny"``.
         target_ref: Hub id of the target.
         base: True for base (pretrained only) checkpoints, False for instruct ones.
         lookup_first: Whether lookup is asked before the drafter.
@@ -142,17 +142,12 @@ def _reference(family: str, size: str, base: bool) -> str | None:
 def _spec(family: str, drafter: str, target: str, base: bool) -> PairSpec:
     target_ref = _reference(family, target, base)
     assert target_ref is not None  # list_pairs keeps only published targets
-    drafter_ref = None
-    if drafter == TINY:
-        drafter_ref = str(file_of(f"{family}:{target}"))
-    elif drafter not in MODEL_FREE_DRAFTERS:
-        drafter_ref = _reference(family, drafter, base)
     return PairSpec(
         name=f"{family}-{drafter}:{target}",
         family=family,
         drafter=drafter,
         target=target,
-        drafter_ref=drafter_ref,
+        drafter_ref=None if drafter in (*MODEL_FREE_DRAFTERS, TINY) else _reference(family, drafter, base),
         target_ref=target_ref,
         base=base,
     )

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from viasd.errors import OptionError
+from viasd.pairs import DEFAULT_PAIR, parse_pair
 from viasd.runtime.command import INTERRUPTED, complain
 from viasd.runtime.display import Screen, print_json
 from viasd.runtime.models import add_model_options, check_models, given_options, load_models, option
@@ -121,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(report, screen)
     else:
         screen.out.out("\n".join(lines(report)), highlight=False)
-    target = args.target or args.pair or "T"
+    spec = parse_pair(args.pair or DEFAULT_PAIR, base=bool(args.base))
+    target = args.target or f"{spec.family}:{spec.target}"
     screen.note(f"written to {args.output}; viasd-run --target {target} --drafter {args.output} uses it")
     return 0
 

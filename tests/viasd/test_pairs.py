@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from viasd import drafters
@@ -30,11 +28,8 @@ def test_every_listed_pair_parses_to_itself(base: bool) -> None:
 def test_drafters_are_smaller_than_their_target_and_of_its_family() -> None:
     for pair in list_pairs():
         sizes = list(CHECKPOINTS[pair.family])
-        if pair.drafter in MODEL_FREE_DRAFTERS:
+        if pair.drafter in (*MODEL_FREE_DRAFTERS, TINY):
             assert pair.drafter_ref is None
-        elif pair.drafter == TINY:
-            assert pair.drafter_ref is not None
-            assert Path(pair.drafter_ref).is_file()
         else:
             assert sizes.index(pair.drafter) < sizes.index(pair.target)
             assert pair.drafter_ref == CHECKPOINTS[pair.family][pair.drafter][0]
@@ -113,11 +108,16 @@ def test_a_target_may_be_named_alone() -> None:
         assert parse_target(other) is None
 
 
+def test_every_shipped_drafter_is_listed() -> None:
+    listed = {f"{pair.family}:{pair.target}" for pair in list_pairs() if pair.drafter == TINY}
+    assert listed == set(drafters.names()) >= {DEFAULT_TARGET}
+    assert all(drafters.file_of(name).is_file() for name in listed)
+
+
 def test_shipped_drafters_are_pairs_of_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("viasd.pairs.names", lambda: ["qwen3:4b"])
-    pair = parse_pair("qwen3-tiny:4b")
-    assert pair.drafter_ref == str(drafters.file_of("qwen3:4b"))
-    assert pair.drafter_ref.endswith("qwen3-4b.tiny.safetensors")
+    assert parse_pair("qwen3-tiny:4b").drafter == TINY
+    assert drafters.file_of("qwen3:4b").name == "qwen3-4b.tiny.safetensors"
     assert parse_pair("qwen3-lookup+tiny:4b").lookup_first
     with pytest.raises(PairError):
         parse_pair("qwen3-tiny:4b", base=True)  # fitted to the instruct checkpoint
