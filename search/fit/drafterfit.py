@@ -210,6 +210,10 @@ def fit_drafter(
         drafting = drafting_with(pair, small, shortlist)
         details["decoded"] = decode(drafting, material.corpus, material.held, PROMPTS)
         save_standalone(small, pair, shortlist, Path(output), identity, details)
+    screen.note(
+        f"the target's hidden states along the corpus stay in '{teacher.folder}' for other drafters of it; delete the folder "
+        "to have the room back"
+    )
     return {"output": output, "kind": settings.kind, "shortlist": len(shortlist), **details}, training
 
 

@@ -33,12 +33,17 @@ class Teacher:
         corpus: The conversations.
         folder: Where they are kept; of this target and corpus alone.
 
+    Attributes:
+        model: The target.
+        folder: The folder.
+
     Raises:
         FitError: If the folder can't be written, or the disk has no room.
     """
 
     def __init__(self, model: LayeredModel, corpus: Corpus, folder: Path) -> None:
         self.model = model
+        self.folder = folder
         self._corpus = corpus
         self._width = int(model.config.hidden_size)
         tokens = corpus.tokens.shape[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from features import answer, feature_file, feature_pair, states_of
 from laws import largest_error
-from tiny import LOSSLESS, generate, hf_greedy, model_of, prompt_ids, save_target, tokenizer
+from tiny import LOSSLESS, Counting, generate, hf_greedy, model_of, prompt_ids, save_target, tokenizer
 
 import viasd
 from viasd.draws import SeededDraws
@@ -142,6 +142,20 @@ def test_states_of_a_long_prompt_come_in_pieces(monkeypatch: pytest.MonkeyPatch)
     pieces = generate(feature_pair(), prompt_ids(), max_new_tokens=N, **LOSSLESS["sd"])
     assert pieces.token_ids == whole.token_ids
     assert pieces.stats.accepted == whole.stats.accepted
+
+
+@pytest.mark.parametrize("how", ["int8", "compiled"])
+def test_targets_that_run_in_another_form(how: str) -> None:
+    model = tiny_model("llama")  # of its own: quantising takes its weights away
+    quantization = how if how == "int8" else None
+    pair = viasd.make_pair(model, tokenizer(), drafter=feature_file(), quantization=quantization)
+    if how == "compiled":
+        pair.target.compile(backend=Counting(), buckets=(1, 8))
+    plain = generate(pair, prompt_ids(), max_new_tokens=N, strategy="plain")
+    for name in ("sd", "chain2"):
+        result = generate(pair, prompt_ids(), max_new_tokens=N, **LOSSLESS[name])
+        assert result.token_ids == plain.token_ids
+        assert result.stats.accepted > 0
 
 
 def test_words_off_the_shortlist_are_never_drafted_and_are_said_all_the_same() -> None:
