@@ -211,7 +211,7 @@ def fit_drafter(
         details["decoded"] = decode(drafting, material.corpus, material.held, PROMPTS)
         save_standalone(small, pair, shortlist, Path(output), identity, details)
     screen.note(
-        f"the target's hidden states along the corpus stay in '{teacher.folder}' for other drafters of it; delete the folder "
+        f"the target's hidden states along the corpus stay in '{teacher.folder}' for other drafters; delete the folder "
         "to have the room back"
     )
     return {"output": output, "kind": settings.kind, "shortlist": len(shortlist), **details}, training
