@@ -191,7 +191,8 @@ class Assembly:
         looking = DraftLength(config.gamma, 0.0, seconds, LOOKUP_PRIORS)
         if isinstance(drafter, LookupDrafter):
             return LookupPace(looking, drafter, bench.sampler)
-        lengths = DraftLength(config.gamma, costs.drafter, seconds)
+        known = None if self.pair.feature is None else self.pair.feature.file.chances
+        lengths = DraftLength(config.gamma, costs.drafter, seconds, {} if known is None else {0: known})
         if isinstance(drafter, LookupFirstDrafter):
             return LookupFirstPace(looking, lengths, drafter, bench.sampler)
         return ModelPace(lengths)

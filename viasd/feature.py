@@ -145,6 +145,16 @@ class FeatureDrafterFile:
         digest.update(self.shortlist.long().numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    @cached_property
+    def chances(self) -> tuple[float, float] | None:
+        """Chance that the first token of a block is kept, and each later one, as its record says; None where it does not."""
+        decoded = self.details.get("decoded")
+        places = decoded.get("by_place") if isinstance(decoded, Mapping) else None
+        if not isinstance(places, list) or not places or not all(isinstance(p, int | float) for p in places):
+            return None
+        later = places[1:] or places
+        return float(places[0]), sum(later) / len(later)
+
     def check(self, model: LayeredModel, model_id: str) -> None:
         """Refuses a target that the drafter was not trained for.
 

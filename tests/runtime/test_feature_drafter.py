@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,19 @@ def test_its_step_is_measured_and_decides_how_much_is_drafted() -> None:
             asked.measured[key] = type(table)(**dear)
         result = generate(asked, prompt_ids(), max_new_tokens=N, strategy="sd", gamma=3)
         assert result.stats.drafter_calls <= 2
+
+
+def test_its_record_is_believed_until_there_is_something_to_go_by() -> None:
+    asked = []
+    for places in ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0]):
+        file = replace(feature_file(), details={"decoded": {"by_place": places}})
+        pair = viasd.make_pair(model_of("llama"), tokenizer(), drafter=file)
+        cost_table(pair, None, len(prompt_ids()), 3)
+        for key in [k for k in pair.measured if k[0] == "costs"]:
+            dear = {"drafter": 0.3, "full": {m: 1.0 for m in range(1, 5)}}
+            pair.measured[key] = replace(pair.measured[key], **dear)
+        asked.append(generate(pair, prompt_ids(), max_new_tokens=2, strategy="sd", gamma=3).stats.drafted)
+    assert asked[0] == 0 < asked[1]
 
 
 @pytest.mark.parametrize(("strategy", "first"), [("vertical", False), ("vertical", True), ("horizontal", True)])

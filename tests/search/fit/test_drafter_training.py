@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,13 @@ def test_other_weights_are_refused(file: FeatureDrafterFile) -> None:
         changed.model.norm.weight.mul_(1.5)
     with pytest.raises(DrafterError, match="the weights of other"):
         file.check(load_layered(changed), "other")
+
+
+def test_a_record_says_how_often_it_is_believed(file: FeatureDrafterFile) -> None:
+    assert file.chances is None
+    for places, chances in (([0.4, 0.5, 0.7], (0.4, 0.6)), ([0.4], (0.4, 0.4)), ([], None), ("often", None)):
+        said = replace(file, details={"decoded": {"by_place": places}})
+        assert said.chances == (None if chances is None else pytest.approx(chances))
 
 
 def test_damaged_files_say_what_is_wrong(file: FeatureDrafterFile, tmp_path: Path) -> None:
