@@ -193,6 +193,8 @@ class Assembly:
             return LookupPace(looking, drafter, bench.sampler)
         known = None if self.pair.feature is None else self.pair.feature.file.chances
         lengths = DraftLength(config.gamma, costs.drafter, seconds, {} if known is None else {0: known})
+        if isinstance(model, FeatureDrafter) and not config.draft_min_prob:
+            model.least = lengths.least()
         if isinstance(drafter, LookupFirstDrafter):
             return LookupFirstPace(looking, lengths, drafter, bench.sampler)
         return ModelPace(lengths)

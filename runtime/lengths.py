@@ -26,6 +26,7 @@ _PRIOR_SEEN = 2.0  # that belief counts as so many observations
 LOOKUP_PRIORS = {1: (0.25, 0.6), 2: (0.55, 0.65), 3: (0.7, 0.8)}
 _FORGET = 0.98  # per observation: a text changes, and what was true of its beginning fades over some 50 tokens
 _TRY_AGAIN = 24  # rounds after which a drafter that did not pay is asked for one token
+_MOST_ASKED = 0.6  # of a drafter's own certainty: where it may be wrong about that, a block should not vanish
 _MARGIN = 1.03  # plain decoding unless a block promises this much more: times are measured, and chances estimated
 
 
@@ -70,6 +71,15 @@ class DraftLength:
             if expected / self._seconds[m] > rate:
                 best, rate = m, expected / self._seconds[m]
         return best, rate
+
+    def least(self, label: int = 0) -> float:
+        """Chance of being kept, with all before it, that a token must have for a block that is one longer to pay.
+
+        One more token costs so many seconds; that is worth it if the tokens it brings come no dearer than the others.
+        """
+        longest = len(self._seconds) - 1
+        cost = (self._seconds[longest] - self._seconds[0]) / max(1, longest)
+        return min(max(0.0, cost * self.best(longest, label)[1]), _MOST_ASKED)
 
     def chance(self, label: int, place: int) -> float:
         """Estimated chance that the token at a place of a block is kept when all before it were."""
@@ -156,7 +166,10 @@ class ModelPace:
     def limit(self, tokens: Sequence[int], room: int) -> int:
         """See `Pace`."""
         chosen = self._lengths.choose(room)
-        return min(1, room) if not chosen and self._idle >= _TRY_AGAIN else chosen
+        if chosen or self._idle < _TRY_AGAIN:
+            return chosen
+        self._idle = 0  # also where the drafter then has nothing to say
+        return min(1, room)
 
     def judged(self, kept: int, judged: int) -> None:
         """See `Pace`."""
@@ -244,7 +257,10 @@ class LookupFirstPace:
             guess = self._drafter.lookup.propose(tokens, room, self._sampler.ahead(tokens), SeededDraws(0)).tokens
             self._guess = guess, match, len(tokens)
         chosen = found if self._label else drafted
-        return min(1, room) if not chosen and self._idle >= _TRY_AGAIN else chosen
+        if chosen or self._idle < _TRY_AGAIN:
+            return chosen
+        self._idle = 0
+        return min(1, room)
 
     def judged(self, kept: int, judged: int) -> None:
         """See `Pace`."""

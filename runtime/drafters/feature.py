@@ -29,6 +29,9 @@ class FeatureDrafter(SteppedDrafter):
         counters: Where calls, tokens fed and seconds are added up.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
+
+    Attributes:
+        least: See `draft_stepwise`; a pace that knows what a token costs sets it.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class FeatureDrafter(SteppedDrafter):
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.name = "feature"
+        self.least = 0.0
         self._model = model
         self._counters = counters
         # A pass is not waited for: drawing from its rows does that, within the same tier's time.
@@ -67,6 +71,7 @@ class FeatureDrafter(SteppedDrafter):
             draws,
             min_confidence=self._min_confidence,
             stop_tokens=self._stop_tokens,
+            least=self.least,
         )
         return timed(steps, self._watch)
 

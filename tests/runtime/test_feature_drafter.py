@@ -25,6 +25,7 @@ from viasd.probe import load_layered
 from viasd.runtime.cli import main
 from viasd.runtime.costs import cost_table
 from viasd.runtime.drafters import FeatureDrafter
+from viasd.runtime.lengths import DraftLength
 from viasd.runtime.metrics import Counters
 from viasd.runtime.session import Ending, rounds
 from viasd.runtime.strategies import ChainedCascade, SpeculativeDecoding, Workbench
@@ -186,8 +187,8 @@ def small() -> tuple[Any, FeatureDrafterFile]:
     return model, FeatureDrafterFile(shape, weights, torch.tensor([0, 1, 3, 4]), ModelIdentity.of(layered, "small"))
 
 
-@pytest.mark.parametrize("strategy", ["sd", "chain"])
-def test_the_law_of_two_tokens_is_the_targets(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "least"), [("sd", 0.0), ("sd", 0.35), ("chain", 0.0), ("chain", 0.35)])
+def test_the_law_of_two_tokens_is_the_targets(strategy: str, least: float) -> None:
     model, file = small()
     layered = load_layered(model)
     runner = FeatureModel(file, layered)
@@ -199,6 +200,7 @@ def test_the_law_of_two_tokens_is_the_targets(strategy: str) -> None:
             counters, sampler, tokens = Counters(), Sampler(config), list(prompt)
             target = TieredTarget(layered, route, counters)
             drafter = FeatureDrafter(runner, target, counters)
+            drafter.least = least
             bench = Workbench(target, sampler, draws, counters)
             one = SpeculativeDecoding(bench, drafter, gamma=2)
             chosen: Any = one if route is None else ChainedCascade(bench, drafter, gamma=1)
@@ -235,6 +237,29 @@ def test_its_step_is_measured_and_decides_how_much_is_drafted() -> None:
             asked.measured[key] = type(table)(**dear)
         result = generate(asked, prompt_ids(), max_new_tokens=N, strategy="sd", gamma=3)
         assert result.stats.drafter_calls <= 2
+
+
+def test_it_stops_where_the_next_token_is_hardly_ever_reached() -> None:
+    pair, counters, sampler = feature_pair(), Counters(), Sampler(SamplingConfig())
+    assert pair.feature is not None
+    target = TieredTarget(pair.target, None, counters)
+    drafter = FeatureDrafter(pair.feature, target, counters)
+    tokens = list(answer("llama"))[:30]
+    with torch.inference_mode():
+        target.prefill(tokens[:-1])
+        whole = drafter.propose(tokens, 6, sampler.ahead(tokens), SeededDraws(0))
+        reached = torch.tensor(whole.confidence).cumprod(0)
+        for n in range(6):  # at temperature 0 the largest probability is the drawn token's
+            drafter.least = float(reached[n]) * 1.001
+            cut = drafter.propose(tokens, 6, sampler.ahead(tokens), SeededDraws(0))
+            assert cut.tokens == whole.tokens[:n]
+
+
+def test_what_a_token_costs_decides_how_sure_it_must_be() -> None:
+    cheap, dear = DraftLength(4, 0.01, [1.0, 1.0, 1.0, 1.0, 1.0]), DraftLength(4, 0.01, [1.0, 1.4, 1.8, 2.2, 2.6])
+    assert 0 < cheap.least() < 0.05
+    assert cheap.least() < dear.least() <= 0.6
+    assert DraftLength(2, 0.0, [1.0, 0.9, 0.9]).least() == 0  # times are measured, and measured times stray
 
 
 def test_its_record_is_believed_until_there_is_something_to_go_by() -> None:
