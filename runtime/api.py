@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, overload
 
 from viasd.errors import OptionError
 from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair, Prompt
-from viasd.runtime.config import DecodingConfig, GenerationConfig
+from viasd.runtime.config import GenerationConfig
+from viasd.runtime.engine.many import answer_all
 from viasd.runtime.guard import Guard
-from viasd.runtime.names import EXITING, MASKED
+from viasd.runtime.names import EXITING
+from viasd.runtime.requests import check_prompt_kind, make_config, resolved, settled_config, several
 from viasd.runtime.result import Result
-from viasd.runtime.session import Event, Session, check_prompt_kind
-from viasd.sampling import SamplingConfig
-from viasd.shipped import resolve_heads, resolve_mask
-
-_SAMPLING = {f.name for f in fields(SamplingConfig)}
-_DECODING = {f.name for f in fields(DecodingConfig)}
-_OWN = {f.name for f in fields(GenerationConfig)} - {"sampling", "decoding"}
-
-
-def make_config(options: Mapping[str, Any]) -> GenerationConfig:
-    """One flat set of options -> a checked configuration.
-
-    Args:
-        options: Names of the fields of `GenerationConfig`, `SamplingConfig` and `DecodingConfig`.
-
-    Raises:
-        OptionError: If a name is unknown, a value out of range, or two options contradict each other.
-    """
-    unknown = sorted(set(options) - _SAMPLING - _DECODING - _OWN)
-    if unknown:
-        raise OptionError(f"unknown option '{unknown[0]}'; known are {', '.join(sorted(_SAMPLING | _DECODING | _OWN))}")
-    stop = options.get("stop", ())
-    own = {k: v for k, v in options.items() if k in _OWN}
-    own["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return GenerationConfig(
-        sampling=SamplingConfig(**{k: v for k, v in options.items() if k in _SAMPLING}),
-        decoding=DecodingConfig(**{k: v for k, v in options.items() if k in _DECODING}),
-        **own,
-    )
+from viasd.runtime.session import Event, Session
 
 
 class Stream:
@@ -106,25 +79,23 @@ def stream(
     Raises:
         ViasdError: If anything about the request can't be done; before the first token.
     """
-    if config is not None and options:
-        raise OptionError(f"give either config or single options, but got both (option '{next(iter(options))}')")
-    config = config or make_config(options)
-    decoding = config.decoding
-    unmasked = decoding.strategy not in MASKED or (decoding.tiers == "2" and decoding.strategy in ("auto", "cascade"))
-    if unmasked and mask not in (None, "auto", "none"):
-        raise OptionError(
-            "a mask is for a slim verifier, which this strategy does not have; leave out the mask, or use strategy cascade"
-        )
-    if isinstance(mask, str):
-        mask = resolve_mask(mask, pair.target.n_layers, pair.name)
-    if heads == "auto":
-        # A mask file may name its own.
-        needed = decoding.strategy in EXITING or (mask is not None and mask.prefix is not None and mask.heads is None)
-        heads = resolve_heads("auto", pair.name) if needed else None
-    elif isinstance(heads, str):
-        heads = resolve_heads(heads, pair.name)
+    config = settled_config(config, options)
+    _check_mask_use(config, mask)
+    mask, heads = resolved(pair, mask, heads, exiting=config.decoding.strategy in EXITING)
     chat = check_prompt_kind(prompt)
     return Stream(Session(pair, pair.encode(prompt), config, mask=mask, heads=heads, guard=guard, chat=chat))
+
+
+@overload
+def generate(pair: Pair, prompt: str, **options: Any) -> Result: ...
+
+
+@overload
+def generate(pair: Pair, prompt: list[str] | list[list[dict[str, str]]], **options: Any) -> list[Result]: ...
+
+
+@overload
+def generate(pair: Pair, prompt: Prompt, **options: Any) -> Result: ...
 
 
 def generate(
@@ -135,14 +106,48 @@ def generate(
     heads: LightHeads | str | None = "auto",
     guard: Guard | None = None,
     config: GenerationConfig | None = None,
+    concurrency: int | None = None,
     **options: Any,
-) -> Result:
-    """Makes a whole answer. Arguments as for `stream`.
+) -> Result | list[Result]:
+    """Makes a whole answer, or one for each of several prompts, which are then decoded together. Arguments as for `stream`.
+
+    Args:
+        pair: See `load_pair`.
+        prompt: Text, chat messages, or token ids; or a list of them (of texts, of chats, of lists of ids).
+        mask: See `stream`.
+        heads: See `stream`.
+        guard: See `stream`; of a single prompt alone.
+        config: See `stream`.
+        concurrency: Of several prompts: most answers at once.
+        **options: See `stream`. With several prompts each gets copies of the logits processors, and the same seed.
+
+    Returns:
+        The result, or a list of results in the order of the prompts. One of several that fails on the way ends with
+        ``finish_reason="error"`` and spoils no other.
 
     Raises:
-        ViasdError: If anything about the request can't be done; before the first token.
+        ViasdError: If anything about a request can't be done; before the first token. Of several it says which.
     """
+    prompts = several(prompt)
+    if prompts is not None:
+        if guard is not None:
+            raise OptionError("a guard learns from one answer after the other, so it is for one prompt at a time")
+        config = settled_config(config, options)
+        _check_mask_use(config, mask)
+        return answer_all(pair, prompts, config, mask=mask, heads=heads, concurrency=concurrency)
+    if concurrency is not None:
+        raise OptionError("concurrency is for several prompts, but there is one; give a list, or leave it out")
     answer = stream(pair, prompt, mask=mask, heads=heads, guard=guard, config=config, **options)
     for _ in answer:
         pass
     return answer.result
+
+
+def _check_mask_use(config: GenerationConfig, mask: LayerMask | str | None) -> None:
+    if config.decoding.unmasked and mask not in (None, "auto", "none"):
+        raise OptionError(
+            "a mask is for a slim verifier, which this strategy does not have; leave out the mask, or use strategy cascade"
+        )
+
+
+__all__ = ["Stream", "generate", "make_config", "stream"]

@@ -216,7 +216,9 @@ class Assembly:
         if pair.feature is not None:
             return FeatureDrafter(pair.feature, self.target, counters, **self._stops)
         if pair.drafter is not None:
-            return ModelDrafter(pair.drafter, counters, **self._stops, readout=readout_of(pair))
+            return ModelDrafter(
+                pair.drafter, counters, **self._stops, readout=None if pair.shortlist is None else readout_of(pair)
+            )
         if pair.drafter_kind == "lookup":
             return LookupDrafter(counters, **self._stops)
         base = self.target.route or LayerMask.even(pair.target.n_layers, 0.0).route

@@ -16,6 +16,7 @@ from viasd.runtime.display import Screen, play, print_json, show_pairs
 from viasd.runtime.models import load_models
 from viasd.runtime.names import EXITING, MASKED
 from viasd.runtime.options import PAPER_MEANS, PROG, options_from_args, parse_args
+from viasd.runtime.promptfile import read_prompts
 
 if TYPE_CHECKING:
     from viasd.pair import Pair
@@ -44,13 +45,18 @@ def _main(argv: list[str] | None) -> int:
         else:
             show_pairs(pairs, screen)
         return 0
-    prompt = _read_prompt(args)
+    lines = None if args.prompts is None else read_prompts(args.prompts)
+    prompt = None if lines is not None else _read_prompt(args)
     # Whatever libraries print while they load must not end up between the answer and its reader.
     with contextlib.redirect_stdout(sys.stderr):
         config = _make_config(args)
         if args.preset == "paper":
             screen.note(PAPER_MEANS)
         pair = load_models(args, screen.note)
+    if lines is not None:
+        from viasd.runtime.manyprompts import run_prompts
+
+        return run_prompts(pair, lines, args, screen)
     if prompt is None:
         return _chat(pair, args, screen)
     return _answer(pair, prompt, config, args, screen)

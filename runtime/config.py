@@ -110,6 +110,11 @@ class DecodingConfig:
             raise OptionError(f"max_pending must be at least 0, but got {self.max_pending}")
         self._check_contradictions()
 
+    @property
+    def unmasked(self) -> bool:
+        """Whether it has no use for a mask, whichever there is."""
+        return self.strategy not in MASKED or (self.tiers == "2" and self.strategy in ("auto", "cascade"))
+
     def _check_contradictions(self) -> None:
         three_tiers = self.strategy in ("auto", "cascade")
         if self.mode is not None and self.strategy in MODELESS:

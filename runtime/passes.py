@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from viasd.rows import Rows
 from viasd.runtime.target import Target
 
 T = TypeVar("T")
@@ -109,8 +110,35 @@ class Admission:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became of an admitted block under the exact test; answered with nothing.
+
+    Attributes:
+        proposer: Whose tokens they were: ``drafter`` or ``slim``.
+        verifier: Who judged them: ``slim`` or ``full``.
+        tokens: The n admitted tokens.
+        kept: How many of them stay. Of those behind the first refused one nothing is known.
+        p: The n laws they were drawn from.
+        q: The verifier's laws at the same positions, as far as they were judged; at temperature 0 point masses at what it
+            says.
+        exact: Whether the test was the exact one. Nothing should be learnt from a lossy one.
+    """
+
+    proposer: str
+    verifier: str
+    tokens: Sequence[int]
+    kept: int
+    p: Rows
+    q: Rows
+    exact: bool = True
+
+    def run(self) -> None:
+        """Alone, nobody wants to know."""
+
+
 Pass = FullPass | SlimPass | DraftPass
-Work = Pass | Admission
+Work = Pass | Admission | Judged
 Steps = Generator[Work, Any, T]
 
 

@@ -16,7 +16,8 @@ class Result:
         text: The answer's text, special tokens left out; ends before a stop string.
         token_ids: The answer's tokens; the one that completes a stop string and an EOS are the last.
         prompt_tokens: Length of the prompt.
-        finish_reason: ``eos``, ``stop``, ``length``, or ``interrupted`` where the caller ended it early.
+        finish_reason: ``eos``, ``stop``, ``length``, ``interrupted`` where the caller ended it early, or ``error`` (an
+            `Engine` records what went wrong in one of its requests and goes on with the others).
         strategy: Strategy that ran.
         mode: Mode that ran.
         lossless: Whether the output's law is exactly the target's.
@@ -29,6 +30,7 @@ class Result:
         device: Device of the target.
         notes: What a person should know: choices made for them, and how far a lossy output can be trusted.
         heads: Name of the light heads, or None.
+        error: What ended it, where `finish_reason` is ``error``.
         loss: How far the output can differ from the target's own, in one sentence; the last note of a lossy output.
     """
 
@@ -49,6 +51,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     loss: str = ""
     heads: str | None = None
+    error: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of ``viasd-run --json``."""
@@ -57,6 +60,7 @@ class Result:
             "token_ids": self.token_ids,
             "prompt_tokens": self.prompt_tokens,
             "finish_reason": self.finish_reason,
+            "error": self.error,
             "strategy": self.strategy,
             "mode": self.mode,
             "lossless": self.lossless,

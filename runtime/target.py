@@ -5,19 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from viasd.attention import Segment
 from viasd.errors import OptionError
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.runtime.metrics import Counters
+from viasd.runtime.packed import full_done, full_states, read_out, slim_done, slim_states
 
 # A prompt is run in pieces of this many tokens, so that activations stay small however long it is.
 PREFILL_CHUNK = 1024
+_CPU_CHUNK = 256  # computes as fast there, and stalls others less where sequences share passes
+
+
+def prefill_chunk(device: torch.device) -> int:
+    """Tokens of a prompt that are run at a time."""
+    return min(PREFILL_CHUNK, _CPU_CHUNK) if device.type == "cpu" else PREFILL_CHUNK
 
 
 class Target(Protocol):
@@ -71,85 +77,97 @@ class TieredTarget:
         model: The target.
         route: Layers the slim path runs, or None where there is no slim tier.
         counters: Where calls, tokens fed and seconds are added up.
+        chunk: Tokens of a prompt that are run at a time; None is what suits the device.
 
     Attributes:
         on_states: Receives the first position and the hidden states ``[1, n, d]`` behind the last layer of every full pass,
             where somebody wants them (a feature drafter).
     """
 
-    def __init__(self, model: LayeredModel, route: Route | None, counters: Counters) -> None:
+    def __init__(self, model: LayeredModel, route: Route | None, counters: Counters, chunk: int | None = None) -> None:
         self.model = model
         self.route = route
         self.kv = model.new_kv()
         self.counters = counters
+        self.chunk = chunk or prefill_chunk(model.device)
         self.on_states: Callable[[int, Tensor], None] | None = None
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Runs the full path over a prompt in pieces, without reading out any of it."""
-        with self._timed("prefill"):
-            for start in range(self.kv.full_len, len(tokens), PREFILL_CHUNK):
-                self._run_full(tokens[: start + PREFILL_CHUNK])
+        while self.kv.full_len < len(tokens):
+            with self._timed("prefill"):
+                run_full([Wanted(self, self.next_piece(tokens), 0)])
+
+    def next_piece(self, tokens: Sequence[int]) -> Sequence[int]:
+        """A prompt up to where its next piece ends."""
+        return tokens[: self.kv.full_len + self.chunk]
 
     def full(self, tokens: Sequence[int], rows: int) -> Tensor:
         """See `Target`. Starts at the full watermark and writes over whatever the slim path left above it."""
-        self.counters.full_calls += 1
         with self._timed("full"):
-            return self.model.readout(self._run_full(tokens)[:, -rows:])
+            return run_full([Wanted(self, tokens, rows)])[0]
 
     def slim(self, tokens: Sequence[int], rows: int) -> Tensor:
         """See `Target`. Reads the full path's keys below the full watermark and its own above it."""
-        if self.route is None:
-            raise OptionError("a slim verifier needs a mask, but none was given; use --mask even:0.45 or a mask file")
-        self.counters.slim_calls += 1
         with self._timed("slim"):
-            kv, start = self.kv, self.kv.slim_len
-            resumed = self.route.resumes_at
-            step = self.model.step([Segment(kv, start, len(tokens) - start)])
-            self.counters.slim_tokens_fed += len(tokens) - start
-            hidden, captured = self.model.run(
-                self.model.embed(tokens[start:]),
-                self.route.layers,
-                step,
-                capture=(resumed,),
-                parts=self.route.parts,
-                stitches=self.route.stitches,
-            )
-            kv.boundary = _joined(kv.boundary, captured[resumed])
-            kv.slim_len = len(tokens)
-            return (self.route.readout or self.model.readout)(hidden[:, -rows:])
+            return run_slim([Wanted(self, tokens, rows)])[0]
 
     def settle(self, tokens: Sequence[int]) -> None:
         """See `Target`."""
         self.kv.roll_back(len(tokens) - 1)
 
-    def _run_full(self, tokens: Sequence[int]) -> Tensor:
-        """Hidden states ``[1, n, d]`` after the last layer for the positions the full path had not run."""
-        kv, model, end = self.kv, self.model, len(tokens)
-        kv.roll_back(end)
-        start = kv.full_len
-        everything = range(model.n_layers)
-        step = model.step([Segment(kv, kv.full_len, end - kv.full_len)])
-        self.counters.full_tokens_fed += end - kv.full_len
-        if kv.boundary is None:
-            hidden, _ = model.run(model.embed(tokens[kv.full_len :]), everything, step)
-        else:
-            # The slim path has computed the layers before the first gap for its positions; only newer ones need them.
-            assert self.route is not None
-            gap, hidden = self.route.first_gap, kv.boundary
-            if end > kv.slim_len:
-                newer = model.step([Segment(kv, kv.slim_len, end - kv.slim_len)])
-                extra, _ = model.run(model.embed(tokens[kv.slim_len :]), everything[:gap], newer)
-                hidden = _joined(hidden, extra)
-            hidden, _ = model.run(hidden, everything[gap:], step)
-        kv.full_len = kv.slim_len = end
-        kv.boundary = None
-        if self.on_states is not None:
-            self.on_states(start, hidden)
-        return hidden
-
     def _timed(self, tier: str) -> Stopwatch:
         return Stopwatch(self.counters.seconds_by_tier, tier, self.model.device)
 
 
-def _joined(before: Tensor | None, after: Tensor) -> Tensor:
-    return after if before is None else torch.cat([before, after], dim=1)
+class Wanted(NamedTuple):
+    """What one sequence wants of a pass.
+
+    Attributes:
+        target: The sequence's target.
+        tokens: Its tokens up to the end of the pass.
+        rows: Rows wanted, at the last positions; 0 for a piece of a prompt, which is not counted as a call.
+    """
+
+    target: TieredTarget
+    tokens: Sequence[int]
+    rows: int
+
+
+def run_full(wanted: Sequence[Wanted]) -> list[Tensor]:
+    """One pass of the full verifier for sequences of one model, those with a slim tier of one route.
+
+    Returns:
+        Raw logits ``[rows, V]`` of each.
+    """
+    model = wanted[0].target.model
+    route = next((target.route for target, _, _ in wanted if target.route is not None), None)
+    sequences = [(target.kv, tokens) for target, tokens, _ in wanted]
+    starts = [min(kv.full_len, len(tokens)) for kv, tokens in sequences]
+    fed = [len(tokens) - start for (_, tokens), start in zip(sequences, starts, strict=True)]
+    hidden = full_states(model, route, sequences)
+    logits = read_out(model, None, hidden, [rows for _, _, rows in wanted])
+    full_done(sequences)
+    for (target, _, rows), n in zip(wanted, fed, strict=True):
+        target.counters.full_calls += rows > 0
+        target.counters.full_tokens_fed += n
+    for (target, _, _), start, states in zip(wanted, starts, hidden, strict=True):
+        if target.on_states is not None:
+            target.on_states(start, states)
+    return logits
+
+
+def run_slim(wanted: Sequence[Wanted]) -> list[Tensor]:
+    """The same of the slim verifier, for sequences of one model and route."""
+    first = wanted[0].target
+    if first.route is None:
+        raise OptionError("a slim verifier needs a mask, but none was given; use --mask even:0.45 or a mask file")
+    sequences = [(target.kv, tokens) for target, tokens, _ in wanted]
+    fed = [len(tokens) - kv.slim_len for kv, tokens in sequences]
+    hidden, boundaries = slim_states(first.model, first.route, sequences)
+    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted])
+    slim_done(sequences, boundaries)
+    for (target, _, _), n in zip(wanted, fed, strict=True):
+        target.counters.slim_calls += 1
+        target.counters.slim_tokens_fed += n
+    return logits

@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from viasd.mask import LayerMask
     from viasd.pair import Pair, make_pair
     from viasd.runtime.api import generate, stream
+    from viasd.runtime.engine import Engine
     from viasd.runtime.result import Result
 
 __version__ = "0.1.0"
 
 # The face is resolved on first use: importing a mask file reader does not import a decoding loop.
 _FACE = {
+    "Engine": "viasd.runtime.engine",
     "LayerMask": "viasd.mask",
     "Pair": "viasd.pair",
     "Result": "viasd.runtime.result",
@@ -26,7 +28,7 @@ _FACE = {
     "make_pair": "viasd.pair",
     "stream": "viasd.runtime.api",
 }
-__all__ = ["LayerMask", "Pair", "Result", "ViasdError", "generate", "load_pair", "make_pair", "stream"]
+__all__ = ["Engine", "LayerMask", "Pair", "Result", "ViasdError", "generate", "load_pair", "make_pair", "stream"]
 
 
 def __getattr__(name: str) -> Any:

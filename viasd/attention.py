@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -75,12 +76,30 @@ class Step:
         self._views: list[tuple[Tensor, Tensor]] = []
         self._masks: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
         self._biases: dict[tuple[int, int | None, int, torch.device], Tensor] = {}
+        self._pieces: dict[int, list[tuple[slice, Step]]] = {}
 
     @cached_property
     def positions(self) -> Tensor:
         """Position of every packed token, ``[1, N]``."""
         runs = zip(self.starts, self.segments, strict=True)
         return torch.cat([torch.arange(start, start + s.length, device=self._device) for start, s in runs])[None]
+
+    def pieces(self, longest: int) -> list[tuple[slice, Step]]:
+        """The pass in parts, as (rows, pass): each segment of more than `longest` tokens alone, those between together."""
+        if longest not in self._pieces:
+            parts: list[tuple[slice, Step]] = []
+            offset = 0
+            for alone, group in groupby(enumerate(self.segments), lambda item: item[1].length > longest):
+                members = list(group)
+                for some in [[member] for member in members] if alone else [members]:
+                    length = sum(segment.length for _, segment in some)
+                    starts = [self.starts[index] for index, _ in some]
+                    part = Step([segment for _, segment in some], self._device, self.kernel, starts)
+                    part.windows = self.windows
+                    parts.append((slice(offset, offset + length), part))
+                    offset += length
+            self._pieces[longest] = parts
+        return self._pieces[longest]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -41,6 +41,10 @@ class ContextLengthError(ViasdError):
     """Raised when prompt and requested tokens do not fit the model's context."""
 
 
+class CapacityError(ViasdError):
+    """Raised when a request's keys and values could never fit into the memory set aside for them."""
+
+
 class ProcessorError(ViasdError):
     """Raised when a logits processor can't be evaluated ahead of committed tokens (it can't be copied)."""
 

@@ -13,6 +13,14 @@ from viasd.buffers import BufferPool, Slot
 _FIRST_CAPACITY = 256
 
 
+def capacity(length: int) -> int:
+    """Positions that a buffer for `length` of them has, once it has grown to hold them."""
+    held = _FIRST_CAPACITY
+    while held < length:
+        held *= 2
+    return held
+
+
 class SequenceKV:
     """Keys and values of one sequence, layer by layer, at explicit positions.
 

@@ -300,7 +300,9 @@ class LayeredModel:
             joins = native and index not in alone
         return groups
 
-    def readout(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def readout(
+        self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None, *, steady: bool = False
+    ) -> Tensor:
         """Hidden states ``[1, n, d]`` after the last layer -> raw logits ``[n, vocabulary]`` in fp32.
 
         Final norm, LM head, and what the family does to its logits (softcap, scale), in the model's own dtype as its
@@ -310,8 +312,10 @@ class LayeredModel:
             hidden: The hidden states.
             head: Stands in the LM head's place (`viasd.heads`): normed rows ``[n, d]`` -> ``[n, m]``; the result then has
                 its m columns.
+            steady: The rows are of sequences that must not notice each other: where the CPU kernels run, they do so however
+                many rows there are.
         """
-        return self._readout(hidden, head)
+        return self._readout(hidden, head, steady=steady)
 
     def head_rows(self, rows: Tensor | None) -> Callable[[Tensor], Tensor]:
         """The LM head cut to some words of the vocabulary: normed rows ``[n, d]`` -> ``[n, m]``, for `readout`.

@@ -66,9 +66,11 @@ class Readout:
         head = self._head_module.parameters() if self._head is None else self._head.tensors
         return [*self._norm_module.parameters(), *head]
 
-    def __call__(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None, *, steady: bool = False
+    ) -> Tensor:
         """See `viasd.layered.LayeredModel.readout`."""
-        logits = self._logits(hidden) if head is None else head(self._norm(hidden[0]))
+        logits = self._logits(hidden, steady) if head is None else head(self._norm(hidden[0]))
         logits = logits[:, : self.vocabulary]
         if getattr(self._config, "logits_scaling", None):
             logits = logits / self._config.logits_scaling
@@ -95,8 +97,8 @@ class Readout:
             return lambda normed: self._head_module(normed)[:, index.to(normed.device)]
         return lambda normed: whole(padded(normed, whole))[: normed.shape[0], index.to(normed.device)]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self._native is not None and (done := self._native(hidden)) is not None:
+    def _logits(self, hidden: Tensor, steady: bool) -> Tensor:
+        if self._native is not None and (done := self._native(hidden, steady)) is not None:
             # What a family does to its logits is rounded as its own forward would round it.
             changed = any(getattr(self._config, name, None) for name in _LOGIT_CHANGES)
             return done.to(self._dtype) if changed else done

@@ -1,6 +1,6 @@
 """Where proposals come from: a model, the target's states, its own layers, earlier text, or two of these together."""
 
-from viasd.runtime.drafters.base import Draft, Drafter, PasslessDrafter, SteppedDrafter
+from viasd.runtime.drafters.base import Draft, Drafter, ModelLine, PasslessDrafter, SteppedDrafter, run_drafts
 from viasd.runtime.drafters.feature import FeatureDrafter
 from viasd.runtime.drafters.horizontal import HorizontalDrafter
 from viasd.runtime.drafters.lookup import LookupDrafter
@@ -18,8 +18,10 @@ __all__ = [
     "LookupDrafter",
     "LookupFirstDrafter",
     "ModelDrafter",
+    "ModelLine",
     "PasslessDrafter",
     "SelfDrafter",
     "SteppedDrafter",
     "VerticalDrafter",
+    "run_drafts",
 ]

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.featuremodel import FeatureModel
-from viasd.runtime.drafters.base import Draft, SteppedDrafter
+from viasd.runtime.drafters.base import Draft, PasslessDrafter
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.metrics import Counters
-from viasd.runtime.passes import Steps, timed
+from viasd.runtime.passes import drive, timed
 from viasd.runtime.target import PREFILL_CHUNK, Stopwatch, TieredTarget
 from viasd.sampling import Ahead
 
 
-class FeatureDrafter(SteppedDrafter):
+class FeatureDrafter(PasslessDrafter):
     """Drafts with a feature drafter (`viasd.feature`): by the full verifier's states where it has run, by its own beyond.
+
+    Its passes are so small beside the target's that they are run where they come up, whoever runs the target's.
 
     Entry i of its cache is made of the state at position i and the token after it. Entries that were made of the full
     verifier's states stay; those made of the drafter's own are made anew when the verifier's come in.
@@ -59,7 +61,7 @@ class FeatureDrafter(SteppedDrafter):
         self._prefix: Sequence[int] = ()
         target.on_states = self._receive
 
-    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
+    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
         """See `Drafter`. After a single token, which has no state before it, it has nothing to say."""
         limit = min(limit, self._model.file.shape.context - len(tokens))
         self._prefix = tokens
@@ -73,7 +75,7 @@ class FeatureDrafter(SteppedDrafter):
             stop_tokens=self._stop_tokens,
             least=self.least,
         )
-        return timed(steps, self._watch)
+        return drive(timed(steps, self._watch))
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`. A state belongs to its prefix, so those of tokens that are gone go too."""

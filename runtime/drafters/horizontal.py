@@ -37,6 +37,10 @@ class HorizontalDrafter(SteppedDrafter):
         laws = [start.rows[i] for i in range(len(start.tokens))] + [rest.rows[i] for i in range(len(rest.tokens))]
         return Draft([*start.tokens, *rest.tokens], Rows.joined(laws), [*start.confidence, *rest.confidence])
 
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`."""
+        return self._first.warm(tokens, keep) or self._then.warm(tokens, keep)
+
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
         self._first.rewind(tokens)

@@ -45,6 +45,10 @@ class LookupFirstDrafter(SteppedDrafter):
                 return draft
         return (yield from self.model.drafting(tokens, limit, ahead, draws))
 
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`."""
+        return self.model.warm(tokens, keep)
+
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
         self.lookup.rewind(tokens)

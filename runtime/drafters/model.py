@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from viasd.attention import Segment
 from viasd.draws import Draws
 from viasd.layered import LayeredModel
-from viasd.runtime.drafters.base import Draft, SteppedDrafter
+from viasd.runtime.drafters.base import Draft, ModelLine
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.metrics import Counters
+from viasd.runtime.packed import Line
 from viasd.runtime.passes import Steps, timed
-from viasd.runtime.target import PREFILL_CHUNK, Stopwatch
+from viasd.runtime.target import Stopwatch
 from viasd.sampling import Ahead
 
 
-class ModelDrafter(SteppedDrafter):
+class ModelDrafter(ModelLine):
     """Drafts with a small model that shares the target's tokenizer.
 
     Args:
@@ -39,12 +39,12 @@ class ModelDrafter(SteppedDrafter):
         readout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.name = "model"
-        self._readout = readout or model.readout
+        self.readout = readout
         self.model = model
+        self.route = None
         self.kv = model.new_kv()
-        self._counters = counters
-        # A pass is not waited for: drawing from its rows does that, within the same tier's time.
-        self._watch = Stopwatch(counters.seconds_by_tier, "drafter", None)
+        self.counters = counters
+        self.watch = Stopwatch(counters.seconds_by_tier, "drafter", None)
         self._min_confidence = min_confidence
         self._stop_tokens = stop_tokens
 
@@ -59,7 +59,14 @@ class ModelDrafter(SteppedDrafter):
             min_confidence=self._min_confidence,
             stop_tokens=self._stop_tokens,
         )
-        return timed(steps, self._watch)
+        return timed(steps, self.watch)
+
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`."""
+        left = tokens[self.kv.full_len :]
+        if len(tokens) >= self.model.context_length:
+            return False  # it will propose nothing
+        return len(self.catch_up(left, keep, pieces=1)) < len(left)
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
@@ -80,20 +87,10 @@ class ModelDrafter(SteppedDrafter):
         """See `BlockDrafter`."""
         self.kv.roll_back(length)
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
-        """See `BlockDrafter`. A prompt goes in pieces."""
-        self._counters.drafter_calls += 1
-        self._counters.drafter_tokens_fed += len(tokens)
-        with self._watch:
-            done = 0
-            while len(tokens) - done > max(PREFILL_CHUNK, n):
-                self._run(tokens[done : done + PREFILL_CHUNK])
-                done += PREFILL_CHUNK
-            return self._readout(self._run(tokens[done:])[:, -n:])
+    def line(self, tokens: Sequence[int]) -> Line:
+        """See `ModelLine`."""
+        return Line(self.kv, self.kv.full_len, tokens)
 
-    def _run(self, tokens: Sequence[int]) -> Tensor:
-        kv, model = self.kv, self.model
-        step = model.step([Segment(kv, kv.full_len, len(tokens))])
-        hidden, _ = model.run(model.embed(tokens), range(model.n_layers), step)
-        kv.full_len = kv.slim_len = kv.full_len + len(tokens)
-        return hidden
+    def ran(self, n: int) -> None:
+        """See `ModelLine`."""
+        self.kv.full_len = self.kv.slim_len = self.kv.full_len + n

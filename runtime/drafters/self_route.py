@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from viasd.attention import Segment
 from viasd.draws import Draws
 from viasd.errors import OptionError
 from viasd.routes import Route
-from viasd.runtime.drafters.base import Draft, SteppedDrafter
+from viasd.runtime.drafters.base import Draft, ModelLine
 from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.packed import Line
 from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import Stopwatch, TieredTarget
 from viasd.sampling import Ahead
 
 
-class SelfDrafter(SteppedDrafter):
+class SelfDrafter(ModelLine):
     """Drafts with a route through the target that skips more layers than the slim verifier does.
 
     It reads the target's cache and writes its own keys only above the slim watermark, where the verifier that judges the
@@ -46,8 +44,9 @@ class SelfDrafter(SteppedDrafter):
         self.name = "self"
         self.route = route
         self._target = target
-        # A pass is not waited for: drawing from its rows does that, within the same tier's time.
-        self._watch = Stopwatch(target.counters.seconds_by_tier, "drafter", None)
+        self.model = target.model
+        self.counters = target.counters
+        self.watch = Stopwatch(target.counters.seconds_by_tier, "drafter", None)
         self._position = 0
         self._min_confidence = min_confidence
         self._stop_tokens = stop_tokens
@@ -63,7 +62,11 @@ class SelfDrafter(SteppedDrafter):
             min_confidence=self._min_confidence,
             stop_tokens=self._stop_tokens,
         )
-        return timed(steps, self._watch)
+        return timed(steps, self.watch)
+
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`. The target's prefill is this drafter's too."""
+        return False
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`. Nothing to do: every draft starts again at the target's own watermark."""
@@ -73,7 +76,7 @@ class SelfDrafter(SteppedDrafter):
     @property
     def context_length(self) -> int:
         """See `BlockDrafter`."""
-        return self._target.model.context_length
+        return self.model.context_length
 
     def begin(self, tokens: Sequence[int]) -> int:
         """See `BlockDrafter`."""
@@ -84,15 +87,10 @@ class SelfDrafter(SteppedDrafter):
         """See `BlockDrafter`."""
         self._position = length
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
-        """See `BlockDrafter`."""
-        target = self._target
-        model = target.model
-        target.counters.drafter_calls += 1
-        target.counters.drafter_tokens_fed += len(tokens)
-        with self._watch:
-            step = model.step([Segment(target.kv, self._position, len(tokens))])
-            route = self.route
-            hidden, _ = model.run(model.embed(tokens), route.layers, step, parts=route.parts, stitches=route.stitches)
-            self._position += len(tokens)
-            return (self.route.readout or model.readout)(hidden[:, -n:])
+    def line(self, tokens: Sequence[int]) -> Line:
+        """See `ModelLine`."""
+        return Line(self._target.kv, self._position, tokens)
+
+    def ran(self, n: int) -> None:
+        """See `ModelLine`."""
+        self._position += n

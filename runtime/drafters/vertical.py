@@ -64,6 +64,10 @@ class VerticalDrafter(SteppedDrafter):
         steps = self._steps(tokens, min(limit, self._model.context_length - len(tokens)), draws)
         return timed(steps, Stopwatch(self._counters.seconds_by_tier, "drafter", None))
 
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`."""
+        return self._model.warm(tokens, keep)
+
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
         self._model.rewind(tokens)

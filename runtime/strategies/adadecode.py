@@ -11,12 +11,12 @@ from viasd.estimator import logit_of_max
 from viasd.rows import Row, Rows
 from viasd.runtime.exits import ExitRule
 from viasd.runtime.judge import judge_block
-from viasd.runtime.strategies.base import Emission, Workbench
+from viasd.runtime.strategies.base import Emission, SolitaryStrategy, Workbench
 from viasd.runtime.wave import Wave
 from viasd.sampling import Ahead
 
 
-class AdaDecode:
+class AdaDecode(SolitaryStrategy):
     """Early prediction with deferred layers, verified.
 
     A round is one cycle of the wave: guesses wait at their exits until a token reaches the top and takes all of them along;

@@ -42,17 +42,34 @@ class Strategy(Protocol):
         """One round after `tokens`, of which at most `room` tokens are still wanted (at least 1)."""
         ...
 
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """The passes of such a round, whose outcome it returns."""
+        ...
+
 
 class SteppedStrategy(ABC):
     """A strategy written as a generator of passes, so that those of many sequences can be packed."""
 
     @abstractmethod
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """The passes of one round after `tokens`, of which at most `room` tokens are still wanted; returns its outcome."""
+        """See `Strategy`."""
 
     def round(self, tokens: Sequence[int], room: int) -> Emission:
         """See `Strategy`. Every pass runs alone."""
         return drive(self.steps(tokens, room))
+
+
+class SolitaryStrategy(ABC):
+    """A strategy that runs its passes itself: none of them can be shared."""
+
+    @abstractmethod
+    def round(self, tokens: Sequence[int], room: int) -> Emission:
+        """See `Strategy`."""
+
+    def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
+        """See `Strategy`."""
+        yield from ()
+        return self.round(tokens, room)
 
 
 @dataclass(frozen=True)

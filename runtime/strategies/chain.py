@@ -10,7 +10,7 @@ from torch import Tensor
 from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Drafter
 from viasd.runtime.judge import judge_block
-from viasd.runtime.passes import Admission, FullPass, SlimPass, Steps
+from viasd.runtime.passes import Admission, FullPass, Judged, SlimPass, Steps
 from viasd.runtime.strategies.base import Emission, SteppedStrategy, Workbench, full_step
 from viasd.sampling import Ahead
 
@@ -49,7 +49,7 @@ class ChainedCascade(SteppedStrategy):
         self._stop_tokens = stop_tokens
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         pending: list[int] = []
@@ -76,6 +76,7 @@ class ChainedCascade(SteppedStrategy):
             drafted += [True] * n + [False]
             laws += [rows[i] for i in range(n + 1)]
             seen.append(logits[: n + 1])
+            yield Judged("drafter", "slim", draft.tokens, n, draft.rows, rows)
             # What was run behind a refused token is worthless; the next slim pass starts at the last pending token.
             bench.target.settle([*tokens, *pending])
             self._drafter.rewind([*tokens, *pending])
@@ -89,10 +90,11 @@ class ChainedCascade(SteppedStrategy):
         if not pending:
             return (yield from full_step(bench, tokens))
         full_logits = yield FullPass(bench.target, [*tokens, *pending], len(pending) + 1)
-        verdict, _ = judge_block(
+        proposed = Rows.joined(laws)
+        verdict, final = judge_block(
             full_logits,
             pending,
-            Rows.joined(laws),
+            proposed,
             bench.sampler,
             bench.sampler.ahead(tokens),
             bench.draws,
@@ -100,6 +102,7 @@ class ChainedCascade(SteppedStrategy):
         )
         n = verdict.accepted
         counters.kept += sum(drafted[:n])
+        yield Judged("slim", "full", pending, n, proposed, final, exact=not self._alpha)
         tiers = ["drafter" if d else "slim" for d in drafted[:n]] + ["full"]
         return Emission([*pending[:n], verdict.token], tiers, full_logits[: n + 1], [*drafted[:n], False])
 

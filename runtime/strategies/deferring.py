@@ -99,7 +99,7 @@ class DeferringDecoding(SteppedStrategy):
         self._gamma = gamma
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         draft = yield from self._drafter.drafting(

@@ -15,6 +15,6 @@ class Plain(SteppedStrategy):
         self._bench = bench
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         self._bench.counters.rounds += 1
         return (yield from full_step(self._bench, tokens))

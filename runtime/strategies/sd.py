@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from viasd.runtime.drafters.base import Drafter
 from viasd.runtime.judge import judge_block
 from viasd.runtime.lengths import Pace
-from viasd.runtime.passes import Admission, FullPass, Steps
+from viasd.runtime.passes import Admission, FullPass, Judged, Steps
 from viasd.runtime.strategies.base import Emission, SteppedStrategy, Workbench, full_step
 
 
@@ -32,7 +32,7 @@ class SpeculativeDecoding(SteppedStrategy):
         self._pace = pace
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         # The verifier always adds a token of its own, so a block as long as the room left would waste one.
@@ -50,7 +50,7 @@ class SpeculativeDecoding(SteppedStrategy):
                 self._pace.passed(emission.tokens)
             return emission
         logits = yield FullPass(bench.target, [*tokens, *draft.tokens], len(draft.tokens) + 1)
-        verdict, _ = judge_block(
+        verdict, laws = judge_block(
             logits, draft.tokens, draft.rows, bench.sampler, bench.sampler.ahead(tokens), bench.draws, self._alpha
         )
         n = verdict.accepted
@@ -59,6 +59,7 @@ class SpeculativeDecoding(SteppedStrategy):
         counters.kept += n
         if self._pace is not None:
             self._pace.judged(n, judged)
+        yield Judged("drafter", "full", draft.tokens, n, draft.rows, laws, exact=not self._alpha)
         return Emission(
             [*draft.tokens[:n], verdict.token],
             ["drafter"] * n + ["full"],

@@ -15,7 +15,7 @@ class SlimAlone(SteppedStrategy):
         self._bench = bench
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         bench = self._bench
         bench.counters.rounds += 1
         logits = yield SlimPass(bench.target, tokens, 1)

@@ -70,7 +70,7 @@ class GatedCascade(SteppedStrategy):
         self._audit = audit
 
     def steps(self, tokens: Sequence[int], room: int) -> Steps[Emission]:
-        """See `SteppedStrategy`."""
+        """See `Strategy`."""
         bench, counters = self._bench, self._bench.counters
         counters.rounds += 1
         draft = yield from self._drafter.drafting(

@@ -90,16 +90,16 @@ def by_definition(prefix: Sequence[int], known: int, n: int, depth: int) -> torc
 @pytest.mark.parametrize("strategy", ["sd", "chain2", "via-audited"])
 def test_every_draft_is_what_the_definition_says(strategy: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    drafting = FeatureDrafter.drafting
+    propose = FeatureDrafter.propose
 
     def watched(self: FeatureDrafter, tokens: Any, *more: Any) -> Any:
         known = min(self._known, len(tokens) - 1)
-        draft = yield from drafting(self, tokens, *more)
+        draft = propose(self, tokens, *more)
         if draft.tokens:
             seen.append((list(tokens), known, torch.stack(list(draft.logits))))
         return draft
 
-    monkeypatch.setattr(FeatureDrafter, "drafting", watched)
+    monkeypatch.setattr(FeatureDrafter, "propose", watched)
     generate(feature_pair(depth=depth), prompt_ids(), max_new_tokens=24, **LOSSLESS[strategy])
     assert len(seen) > 3
     if strategy == "chain2":  # where the full verifier has not been, its own states are fed

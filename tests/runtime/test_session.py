@@ -106,7 +106,7 @@ def test_a_session_makes_one_answer(pair: viasd.Pair) -> None:
 
 
 def test_running_out_of_memory_is_one_clear_error(pair: viasd.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(type(pair.target), "readout", full)

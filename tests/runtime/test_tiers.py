@@ -159,7 +159,7 @@ def test_the_rows_compared_are_those_of_the_runtime() -> None:
 @pytest.mark.parametrize("mode", [None, "lossless", "bounded"])
 def test_auto_follows_the_report_and_gives_the_reason(keeps: bool, mode: str | None, monkeypatch: Any) -> None:
     report = TierReport({}, {}, 0.1, {"plain": 3.0, "sd": 2.0, "cascade": 1.0 if keeps else 4.0}, keeps)
-    monkeypatch.setattr("viasd.runtime.session.measure_tiers", lambda *_, **__: report)
+    monkeypatch.setattr("viasd.runtime.settling.measure_tiers", lambda *_, **__: report)
     result = generate(pair_of("llama"), prompt_ids(), mask="even:0.25", mode=mode, max_new_tokens=6)
     assert result.strategy == ("cascade" if keeps else "sd")
     assert result.mode == {None: "via" if keeps else "lossless"}.get(mode, mode)
@@ -171,7 +171,7 @@ def test_three_tiers_are_not_measured_when_forced(monkeypatch: pytest.MonkeyPatc
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("viasd.runtime.session.measure_tiers", never)
+    monkeypatch.setattr("viasd.runtime.settling.measure_tiers", never)
     result = generate(pair_of("llama"), prompt_ids(), mask="even:0.25", tiers="3", max_new_tokens=4)
     assert result.strategy == "cascade"
     for options in ({"tiers": "2"}, {"strategy": "sd"}, {"strategy": "plain"}):
@@ -187,7 +187,7 @@ def test_a_recorded_delta_that_is_not_positive_spares_the_measurement(monkeypatc
     target = ModelIdentity.of(pair.target, "tiny")
     details = {"tier": {"delta": -0.5}, "gamma": 5}
     mask = LayerMask(MASK.keep, "searched", pair.name, target, details)
-    monkeypatch.setattr("viasd.runtime.session.measure_tiers", never)
+    monkeypatch.setattr("viasd.runtime.settling.measure_tiers", never)
     result = generate(pair, prompt_ids(), mask=mask, max_new_tokens=4)
     assert (result.strategy, result.mode, result.mask) == ("sd", "lossless", None)
     assert any("mask searched: the search found Delta -0.500 for this pair" in note for note in result.notes)

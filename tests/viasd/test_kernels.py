@@ -184,6 +184,42 @@ def test_sequences_packed_into_one_pass_are_as_alone() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sequence_is_the_same_bits_whatever_shares_its_pass(shape, dtype, threads) -> None:
+    model = load_layered(model_of("gemma3", dtype=dtype, **shape), layers="native")
+    long = MOST_TOKENS + 9
+    # Prompts too long for the kernels lie between blocks of all sizes, which together are more than one may have alone.
+    lengths = [1, 6, long, MOST_TOKENS, 2, long, long, 9, 17, 1]
+    starts = [0, 5, 0, 20, 33, 3, 0, 11, 0, 40]
+
+    def ran(chosen: list[int]) -> list[torch.Tensor]:
+        caches = []
+        for index in chosen:
+            kv = model.new_kv()
+            if starts[index]:
+                step = model.step([Segment(kv, 0, starts[index])])
+                model.run(model.embed(IDS[: starts[index]]), range(model.n_layers), step)
+            caches.append(kv)
+        step = model.step(
+            [Segment(kv, starts[index], lengths[index]) for kv, index in zip(caches, chosen, strict=True)]
+        )
+        ids = [t for index in chosen for t in (IDS * 2)[starts[index] : starts[index] + lengths[index]]]
+        hidden, _ = model.run(model.embed(ids), range(model.n_layers), step)
+        read = [rows[:, -3:] for rows in hidden.split([lengths[index] for index in chosen], dim=1)]
+        logits = model.readout(torch.cat(read * 4, dim=1), steady=True)
+        return list(logits.split([rows.shape[1] for rows in read] * 4))[: len(chosen)]
+
+    with torch.inference_mode():
+        for count in (1, 3):
+            threads(count)
+            alone = [ran([index])[0] for index in range(len(lengths))]
+            for order in ([*range(len(lengths))], [9, 2, 5, 0], [3, 8, 7, 1, 4]):
+                for index, together in zip(order, ran(order), strict=True):
+                    assert torch.equal(together, alone[index]), (count, order, index)
+
+
+@needs_kernels
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_token_that_is_no_number_spoils_itself_and_what_follows_but_nothing_before(family: str) -> None:
     model = load_layered(tiny_model(family, head_dim=64), layers="native")

@@ -2,7 +2,7 @@
 
 A row's result does not depend on how many rows travel together. So a verifier pass over a block says bit for bit what
 one-token passes would have said, and lossless decoding equals plain decoding token for token in bf16 as well, as long as
-no pass has more than `MOST_TOKENS` tokens.
+no sequence has more than `MOST_TOKENS` tokens in a pass. How many sequences share the pass does not matter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from viasd.lean import LeanLayer, Norm
 from viasd.products import Dense, Matrix, Product, padded
 from viasd.rotary import Rotation
 
-#: A pass of more tokens runs through torch: from here on computing takes longer than reading the weights.
+#: A sequence's pass of more tokens runs through torch: from here on computing takes longer than reading the weights. Which
+#: of the two it is must not depend on the other sequences in the pass, so their tokens do not count.
 MOST_TOKENS = 32
 
 _MOST_DIM = 512  # as in decode.cpp
@@ -132,16 +133,27 @@ class NativeLayer:
         return self.lean.tensors
 
     def takes(self, hidden: Tensor, step: Step) -> bool:
-        """Whether the kernel runs these hidden states ``[1, n, d]``."""
-        # A step of another class stores or attends in its own way.
-        ordinary = type(step) is Step and step.kernel == "sdpa"
-        return ordinary and hidden.shape[1] <= MOST_TOKENS and hidden.dtype == self.dtype and not hidden.requires_grad
+        """Whether the kernel runs these hidden states ``[1, n, d]`` as they are."""
+        return self._can(hidden, step) and (
+            hidden.shape[1] <= MOST_TOKENS or all(segment.length <= MOST_TOKENS for segment in step.segments)
+        )
 
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
         """See `LeanLayer`."""
-        if not self.takes(hidden, step):
+        if self.takes(hidden, step):
+            return run_layers([self], hidden, [rotation], step, part)
+        if not self._can(hidden, step) or len(step.segments) == 1:
             return self.lean(hidden, rotation, step, part)
-        return run_layers([self], hidden, [rotation], step, part)
+        pieces = [
+            self(hidden[:, rows], Rotation(rotation.cos[rows], rotation.sin[rows]), piece, part)
+            for rows, piece in step.pieces(MOST_TOKENS)
+        ]
+        return torch.cat(pieces, dim=1)
+
+    def _can(self, hidden: Tensor, step: Step) -> bool:
+        # A step of another class stores or attends in its own way.
+        ordinary = type(step) is Step and step.kernel == "sdpa"
+        return ordinary and hidden.dtype == self.dtype and not hidden.requires_grad
 
     def _matrix(self, matrix: Matrix) -> _Matrix:
         self._held += [t for t in matrix[1:] if isinstance(t, Tensor)]
@@ -223,10 +235,13 @@ class NativeReadout:
         self._held = [*kept, *matrix[1:]]
         self._readout = _Readout(_described(matrix), made, norm.weight.shape[0], _DTYPES[self._dtype])
 
-    def __call__(self, hidden: Tensor) -> Tensor | None:
-        """Hidden states ``[1, n, d]`` -> logits ``[n, rows]`` in fp32; None for a pass that has to run through torch."""
+    def __call__(self, hidden: Tensor, steady: bool = False) -> Tensor | None:
+        """Hidden states ``[1, n, d]`` -> logits ``[n, rows]`` in fp32; None for a pass that has to run through torch.
+
+        With `steady` no number of rows is too large.
+        """
         n = hidden.shape[1]
-        if n > MOST_TOKENS or hidden.dtype != self._dtype or hidden.requires_grad:
+        if (n > MOST_TOKENS and not steady) or hidden.dtype != self._dtype or hidden.requires_grad:
             return None
         entered = hidden.contiguous()
         logits = torch.empty(n, self._rows, dtype=torch.float32)

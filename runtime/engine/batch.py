@@ -1,0 +1,126 @@
+"""Work of several requests, run packed; a pass that fails is run again one by one, so that only those to blame fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from viasd.routes import Route
+from viasd.runtime.drafters import ModelLine, run_drafts
+from viasd.runtime.engine.request import Request
+from viasd.runtime.passes import DraftPass, FullPass, SlimPass
+from viasd.runtime.target import TieredTarget, Wanted, run_full, run_slim
+
+Reply = Tensor | Exception
+W = TypeVar("W")
+
+
+class Share(NamedTuple):
+    """What one request has in a pass.
+
+    Attributes:
+        request: The request.
+        tier: Whose time it is.
+        tokens: Tokens it runs there.
+        work: What is run.
+    """
+
+    request: Request
+    tier: str
+    tokens: int
+    work: object
+
+
+def full_pass(requests: Sequence[Request], prompts: Sequence[Request]) -> list[Reply]:
+    """One pass of the full verifier, pieces of prompts included.
+
+    Args:
+        requests: Those that wait for a `FullPass`.
+        prompts: Those whose prompt's next piece rides along.
+
+    Returns:
+        For each of `requests` and then each of `prompts` its rows, or why it failed.
+    """
+    wanted: list[tuple[Request, str, Wanted]] = []
+    for request in requests:
+        work = request.work
+        assert isinstance(work, FullPass)
+        assert isinstance(work.target, TieredTarget)
+        wanted.append((request, "full", Wanted(work.target, work.tokens, work.rows)))
+    for request in prompts:
+        target = request.answer.target
+        wanted.append((request, "prefill", Wanted(target, target.next_piece(request.answer.prompt[:-1]), 0)))
+    shares = [
+        Share(request, tier, len(want.tokens) - min(want.target.kv.full_len, len(want.tokens)), want)
+        for request, tier, want in wanted
+    ]
+    return _packed(run_full, [want for _, _, want in wanted], shares)
+
+
+def slim_pass(requests: Sequence[Request]) -> list[Reply]:
+    """One pass of the slim verifier for requests that wait for a `SlimPass`."""
+    wanted = []
+    for request in requests:
+        work = request.work
+        assert isinstance(work, SlimPass)
+        assert isinstance(work.target, TieredTarget)
+        wanted.append(Wanted(work.target, work.tokens, work.rows))
+    shares = [
+        Share(request, "slim", len(want.tokens) - want.target.kv.slim_len, want)
+        for request, want in zip(requests, wanted, strict=True)
+    ]
+    return _packed(run_slim, wanted, shares)
+
+
+def draft_pass(requests: Sequence[Request]) -> list[Reply]:
+    """One pass of the drafters for requests that wait for a `DraftPass`: one for each route among them."""
+    groups: dict[tuple[int, Route | None], list[int]] = {}
+    wanted: list[tuple[ModelLine, Sequence[int], int]] = []
+    for index, request in enumerate(requests):
+        work = request.work
+        assert isinstance(work, DraftPass)
+        drafter = work.drafter
+        assert isinstance(drafter, ModelLine)
+        wanted.append((drafter, work.tokens, work.rows))
+        groups.setdefault((id(drafter.model), drafter.route), []).append(index)
+    replies: dict[int, Reply] = {}
+    for members in groups.values():
+        some = [wanted[index] for index in members]
+        shares = [
+            Share(requests[index], "drafter", len(want[1]), want) for index, want in zip(members, some, strict=True)
+        ]
+        replies.update(zip(members, _packed(run_drafts, some, shares), strict=True))
+    return [replies[index] for index in range(len(requests))]
+
+
+def _packed(run: Callable[[Sequence[W]], list[Tensor]], wanted: Sequence[W], shares: Sequence[Share]) -> list[Reply]:
+    """Runs wanted parts as one pass and shares its time by tokens."""
+    try:
+        return list(_charged(run, wanted, shares))
+    except Exception as error:
+        if len(wanted) == 1:
+            return [error]
+    # No watermark moves before a pass has succeeded, so each part can be run again, now alone.
+    replies: list[Reply] = []
+    for want, share in zip(wanted, shares, strict=True):
+        try:
+            replies += _charged(run, [want], [share])
+        except Exception as error:
+            replies.append(error)
+    return replies
+
+
+def _charged(run: Callable[[Sequence[W]], list[Tensor]], wanted: Sequence[W], shares: Sequence[Share]) -> list[Tensor]:
+    started = time.perf_counter()
+    rows = run(wanted)
+    device = rows[0].device
+    if device.type in ("cuda", "mps"):
+        (torch.cuda if device.type == "cuda" else torch.mps).synchronize()
+    seconds, total = time.perf_counter() - started, sum(share.tokens for share in shares)
+    for share in shares:
+        share.request.charge(share.tier, seconds * share.tokens / total)
+    return rows
