@@ -15,15 +15,18 @@ from viasd.runtime.config import EXIT_THRESHOLD, MAX_PENDING, DecodingConfig, Pl
 from viasd.runtime.costs import cost_table
 from viasd.runtime.drafters import (
     Drafter,
+    FeatureDrafter,
     HorizontalDrafter,
     LookupDrafter,
+    LookupFirstDrafter,
     ModelDrafter,
     SelfDrafter,
     VerticalDrafter,
 )
+from viasd.runtime.drafters.along import readout_of
 from viasd.runtime.exits import CalibratedExits, ExitCosts, ExitRule, FixedExits
 from viasd.runtime.gates import Gate
-from viasd.runtime.lengths import LOOKUP_PRIORS, DraftLength, LookupPace, ModelPace, Pace
+from viasd.runtime.lengths import LOOKUP_PRIORS, DraftLength, LookupFirstPace, LookupPace, ModelPace, Pace
 from viasd.runtime.names import EXITING, LOSSY, RULES, UNDRAFTED
 from viasd.runtime.strategies import (
     AdaDecode,
@@ -106,9 +109,17 @@ class Assembly:
                 raise OptionError(
                     "draft_min_prob means nothing to a vertical cascade, which drafts in blocks; leave it out"
                 )
-            assert isinstance(own, ModelDrafter | SelfDrafter)
+            if not isinstance(own, ModelDrafter | SelfDrafter):
+                raise OptionError(
+                    f"strategy vertical needs a drafter that judges a block of lookup's in one pass (a model, or self), "
+                    f"but this one is {own.name}"
+                )
             return VerticalDrafter(own, bench.sampler, bench.counters, stop_tokens=self.stop_tokens)
         if name == "horizontal":
+            if self.pair.lookup_first:
+                raise OptionError(
+                    "strategy horizontal puts lookup behind the drafter, but this drafter asks lookup first; leave one out"
+                )
             lookup = LookupDrafter(bench.counters, **self._stops)
             return HorizontalDrafter(own, lookup, share=(self.config.gamma + 1) // 2)
         return own
@@ -173,22 +184,41 @@ class Assembly:
         config = self.config
         if config.draft_length == "fixed":
             return None
-        own = drafter.route if isinstance(drafter, SelfDrafter) else None
+        model = drafter.model if isinstance(drafter, LookupFirstDrafter) else drafter
+        own = model.route if isinstance(model, SelfDrafter) else None
         costs = cost_table(self.pair, None, self.context, config.gamma, own)
         seconds = [costs.full_seconds(m + 1) for m in range(config.gamma + 1)]
+        looking = DraftLength(config.gamma, 0.0, seconds, LOOKUP_PRIORS)
         if isinstance(drafter, LookupDrafter):
-            return LookupPace(DraftLength(config.gamma, 0.0, seconds, LOOKUP_PRIORS), drafter, bench.sampler)
-        return ModelPace(DraftLength(config.gamma, costs.drafter, seconds))
+            return LookupPace(looking, drafter, bench.sampler)
+        known = None if self.pair.feature is None else self.pair.feature.file.chances
+        lengths = DraftLength(config.gamma, costs.drafter, seconds, {} if known is None else {0: known})
+        if isinstance(model, FeatureDrafter) and not config.draft_min_prob:
+            model.least = lengths.least()
+        if isinstance(drafter, LookupFirstDrafter):
+            return LookupFirstPace(looking, lengths, drafter, bench.sampler)
+        return ModelPace(lengths)
 
     @property
     def _stops(self) -> Stops:
         return {"min_confidence": self.config.draft_min_prob, "stop_tokens": self.stop_tokens}
 
-    def _own_drafter(self) -> LookupDrafter | ModelDrafter | SelfDrafter:
+    def _own_drafter(self) -> Drafter:
         """The pair's drafter."""
+        model = self._model_drafter()
+        if not self.pair.lookup_first:
+            return model
+        return LookupFirstDrafter(LookupDrafter(self.target.counters, **self._stops), model)
+
+    def _model_drafter(self) -> Drafter:
+        """The pair's drafter without a lookup before it."""
         pair, counters = self.pair, self.target.counters
+        if pair.feature is not None:
+            return FeatureDrafter(pair.feature, self.target, counters, **self._stops)
         if pair.drafter is not None:
-            return ModelDrafter(pair.drafter, counters, **self._stops)
+            return ModelDrafter(
+                pair.drafter, counters, **self._stops, readout=None if pair.shortlist is None else readout_of(pair)
+            )
         if pair.drafter_kind == "lookup":
             return LookupDrafter(counters, **self._stops)
         base = self.target.route or LayerMask.even(pair.target.n_layers, 0.0).route

@@ -20,6 +20,7 @@ from viasd.mask import ModelIdentity
 from viasd.pair import Pair
 from viasd.remember import remembered
 from viasd.routes import Route
+from viasd.runtime.drafters.along import drafter_step, has_states
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
 
@@ -117,6 +118,9 @@ def models_said(pair: Pair) -> dict[str, Any]:
         "dtype": pair.dtype,
         "target": of(pair.target),
         "drafter": of(pair.drafter) or pair.drafter_kind,
+        **({} if pair.feature is None else {"feature": [pair.feature.file.digest, pair.feature.form]}),
+        **({} if pair.shortlist is None else {"shortlist": len(pair.shortlist)}),
+        **({"lookup first": True} if pair.lookup_first else {}),
     }
 
 
@@ -160,8 +164,8 @@ def _measure(pair: Pair, route: Route | None, drafter: Route | None, bucket: int
     if route is not None:
         add("slim", ready(pair.target, route), sizes)
         add("escalation", ready(pair.target, route), sizes)
-    if pair.drafter is not None:
-        add("drafter", ready(pair.drafter, None), (1,))
+    if has_states(pair):
+        runs["drafter", 1] = drafter_step(pair, bucket)
     elif drafter is not None:
         own = ready(pair.target, drafter)
         runs["drafter", 1] = ((partial(own.kv.roll_back, bucket),), partial(own.slim, text[: bucket + 1], 1))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from viasd.draws import SeededDraws
 from viasd.runtime.adaptive.budget import best_budget, survivals
-from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.drafters import LookupDrafter, LookupFirstDrafter
 from viasd.sampling import Sampler
 
 _PRIOR = (0.5, 0.5)  # what is believed of a block nobody has seen: chance of its first token, and of each later one
@@ -27,6 +27,7 @@ _PRIOR_SEEN = 2.0  # that belief counts as so many observations
 LOOKUP_PRIORS = {1: (0.25, 0.6), 2: (0.55, 0.65), 3: (0.7, 0.8)}
 _FORGET = 0.98  # per observation: a text changes, and what was true of its beginning fades over some 50 tokens
 _TRY_AGAIN = 24  # rounds after which a drafter that did not pay is asked for one token
+_MOST_ASKED = 0.6  # of a drafter's own certainty: where it may be wrong about that, a block should not vanish
 _MARGIN = 1.03  # plain decoding unless a block promises this much more: times are measured, and chances estimated
 
 
@@ -53,7 +54,11 @@ class DraftLength:
         self._seen: dict[tuple[int, int], float] = {}
 
     def choose(self, room: int, label: int = 0) -> int:
-        """Length of the next block.
+        """Length of the next block; see `best`."""
+        return self.best(room, label)[0]
+
+    def best(self, room: int, label: int = 0) -> tuple[int, float]:
+        """Length of the next block, and the tokens a second that it promises.
 
         Args:
             room: Longest block that still fits.
@@ -61,7 +66,19 @@ class DraftLength:
         """
         longest = min(room, len(self._seconds) - 1)
         gains = survivals([self.chance(label, place) for place in range(longest)])
-        return best_budget(gains, 1.0, lambda m: self._seconds[int(m)], _MARGIN)
+        length = best_budget(gains, 1.0, lambda m: self._seconds[int(m)], _MARGIN)
+        if not length:
+            return 0, _MARGIN / self._seconds[0]
+        return length, (1.0 + sum(gains[:length])) / self._seconds[length]
+
+    def least(self, label: int = 0) -> float:
+        """Chance of being kept, with all before it, that a token must have for a block that is one longer to pay.
+
+        One more token costs so many seconds; that is worth it if the tokens it brings come no dearer than the others.
+        """
+        longest = len(self._seconds) - 1
+        cost = (self._seconds[longest] - self._seconds[0]) / max(1, longest)
+        return min(max(0.0, cost * self.best(longest, label)[1]), _MOST_ASKED)
 
     def chance(self, label: int, place: int) -> float:
         """Estimated chance that the token at a place of a block is kept when all before it were."""
@@ -148,7 +165,10 @@ class ModelPace:
     def limit(self, tokens: Sequence[int], room: int) -> int:
         """See `Pace`."""
         chosen = self._lengths.choose(room)
-        return min(1, room) if not chosen and self._idle >= _TRY_AGAIN else chosen
+        if chosen or self._idle < _TRY_AGAIN:
+            return chosen
+        self._idle = 0  # also where the drafter then has nothing to say
+        return min(1, room)
 
     def judged(self, kept: int, judged: int) -> None:
         """See `Pace`."""
@@ -198,3 +218,64 @@ class LookupPace:
     def passed(self, tokens: Sequence[int]) -> None:
         """See `Pace`."""
         self._shadow.meet(tokens, self._lengths)
+
+
+class LookupFirstPace:
+    """For lookup with a model behind it: each block is drafted by whichever promises more, for as long as that pays.
+
+    What lookup promises is learnt per length of the n-gram it matched, what the model promises per place of a block; both
+    follow from earlier blocks alone, and the choice is made before anything is drawn.
+
+    Args:
+        lookup: Chooses for lookup, whose tokens cost nothing.
+        model: Chooses for the model.
+        drafter: The drafter.
+        sampler: The request's sampler.
+    """
+
+    def __init__(self, lookup: DraftLength, model: DraftLength, drafter: LookupFirstDrafter, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._lookup = lookup
+        self._model = model
+        self._drafter = drafter
+        self._label = 0
+        self._idle = 0
+        # What lookup would have said where the model was asked, the length of its n-gram, and of the text before it.
+        self._guess: tuple[list[int], int, int] | None = None
+
+    def limit(self, tokens: Sequence[int], room: int) -> int:
+        """See `Pace`."""
+        self._look_back(tokens)
+        match = self._drafter.lookup.match(tokens)
+        found, promised = self._lookup.best(room, match) if match else (0, 0.0)
+        drafted, expected = self._model.best(room)
+        self._label = match if found and promised >= expected else 0
+        self._drafter.choice = "lookup" if self._label else "model"
+        if match and not self._label and room > 0:
+            # A lookup draws nothing, so the request's random streams stay where they are.
+            guess = self._drafter.lookup.propose(tokens, room, self._sampler.ahead(tokens), SeededDraws(0)).tokens
+            self._guess = guess, match, len(tokens)
+        chosen = found if self._label else drafted
+        if chosen or self._idle < _TRY_AGAIN:
+            return chosen
+        self._idle = 0
+        return min(1, room)
+
+    def judged(self, kept: int, judged: int) -> None:
+        """See `Pace`."""
+        self._idle = 0
+        (self._lookup if self._label else self._model).observe(self._label, kept, judged)
+
+    def passed(self, tokens: Sequence[int]) -> None:
+        """See `Pace`."""
+        self._idle += 1
+
+    def _look_back(self, tokens: Sequence[int]) -> None:
+        """Compares what lookup would have said with what was committed since, so that a change of the text is noticed."""
+        if self._guess is None:
+            return
+        (guess, label, at), self._guess = self._guess, None
+        said = tokens[at:]
+        both = min(len(guess), len(said))
+        met = next((i for i in range(both) if guess[i] != said[i]), both)
+        self._lookup.observe(label, met, met + (met < both))

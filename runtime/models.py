@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from viasd.errors import OptionError
-from viasd.pairs import DEFAULT_PAIR, MODEL_FREE_DRAFTERS, parse_pair
+from viasd.pairs import DEFAULT_PAIR, DEFAULT_TARGET, MODEL_FREE_DRAFTERS, TINY, parse_pair, parse_target, split_drafter
 
 if TYPE_CHECKING:
     from viasd.pair import Pair
@@ -22,7 +22,6 @@ _EXCLUSIVE = (
     ("device", "device_map", "a device map places the model itself"),
     ("compile", "device_map", "a graph runs on one device"),
     ("base", "target", "base chooses among registered checkpoints"),
-    ("weights", "target", "weights chooses where registered checkpoints come from"),
 )
 
 
@@ -38,8 +37,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
     """Adds the group of options that say which models to load and how; each is None when not given."""
     models = parser.add_argument_group("models")
     models.add_argument("--pair", metavar="NAME", help=f"FAMILY-DRAFTER:TARGET (default {DEFAULT_PAIR})")
-    models.add_argument("--target", metavar="REF", help="hub id, local folder or .gguf file, instead of a pair")
-    models.add_argument("--drafter", metavar="REF", help="the same for the drafter, or lookup (default) or self")
+    models.add_argument("--target", metavar="REF", help="hub id, folder, .gguf file or FAMILY:SIZE, instead of a pair")
+    models.add_argument(
+        "--drafter",
+        metavar="REF",
+        help="hub id, folder, .gguf file, file of viasd-fit drafter, lookup (default) or self; lookup+REF asks lookup first",
+    )
     models.add_argument("--base", action="store_true", default=None, help="base checkpoints instead of instruct ones")
     models.add_argument("--weights", choices=("auto", "hub", "packaged"), help="where a pair's weights come from")
     models.add_argument("--device", help="auto (default), cpu, cuda, cuda:N or mps")
@@ -102,8 +105,18 @@ def check_models(args: argparse.Namespace) -> str:
         drafter = parse_pair(DEFAULT_PAIR if args.pair is None else args.pair, base=bool(args.base)).drafter
     else:
         drafter = args.drafter or "lookup"
-    if "drafter_device" in given and drafter in MODEL_FREE_DRAFTERS:
-        raise OptionError(f"--drafter-device places a drafter model, but the drafter is {drafter}, which has none")
+        if "weights" in given and parse_target(args.target) is None:
+            raise OptionError(
+                f"--weights chooses where registered checkpoints come from, but --target {args.target} is none; leave it "
+                f"out, or name one such as {DEFAULT_TARGET}"
+            )
+    first, drafter = split_drafter(drafter)
+    if first and drafter == "lookup":
+        raise OptionError("--drafter lookup+lookup is lookup alone; use --drafter lookup")
+    if "drafter_device" in given and (drafter in (*MODEL_FREE_DRAFTERS, TINY) or drafter.endswith(".safetensors")):
+        raise OptionError(
+            f"--drafter-device places a drafter model, but the drafter is {drafter}, which is none of its own"
+        )
     if args.threads is not None and args.threads < 1:
         raise OptionError(f"--threads must be at least 1, but got {args.threads}")
     return drafter

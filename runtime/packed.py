@@ -139,10 +139,19 @@ def slim_done(shares: Sequence[Share], boundaries: Sequence[Tensor]) -> None:
         kv.slim_len = len(tokens)
 
 
-def read_out(model: LayeredModel, route: Route | None, hidden: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Raw logits ``[rows, V]`` at the last positions of each sequence, as many as asked for (none where that is 0)."""
+def read_out(
+    model: LayeredModel,
+    route: Route | None,
+    hidden: Sequence[Tensor],
+    rows: Sequence[int],
+    own: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:
+    """Raw logits ``[rows, V]`` at the last positions of each sequence, as many as asked for (none where that is 0).
+
+    `own` reads them in the place of the route's or the model's readout.
+    """
     wanted = [states[:, states.shape[1] - n :] for states, n in zip(hidden, rows, strict=True)]
-    own = None if route is None else route.readout
+    own = own or (None if route is None else route.readout)
     readout: Callable[[Tensor], Tensor] = own or partial(model.readout, steady=True)
     read = [states for states in wanted if states.shape[1]]
     if len(wanted) == 1 and read:

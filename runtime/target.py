@@ -95,6 +95,8 @@ class TieredTarget:
     Attributes:
         choices: By tier (``full``, ``slim``) and position, where its row was read out; empty for a tier without a readout
             of its own. After `settle` these are the rows that committed tokens were decided by.
+        on_states: Receives the first position and the hidden states ``[1, n, d]`` behind the last layer of every full pass,
+            where somebody wants them (a feature drafter).
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class TieredTarget:
         # a full pass that goes on from the boundary does not.
         shared = () if route is None or full_readout is None else full_readout.capture
         self._beside = tuple(i for i in shared if route is not None and i < route.first_gap)
+        self.on_states: Callable[[int, Tensor], None] | None = None
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Runs the full path over a prompt in pieces, without reading out any of it."""
@@ -198,7 +201,8 @@ def run_full(wanted: Sequence[Wanted]) -> list[Tensor]:
     model = wanted[0].target.model
     route = next((target.route for target, _, _ in wanted if target.route is not None), None)
     shares = [target.share(FULL, tokens, rows) for target, tokens, rows in wanted]
-    fed = [len(tokens) - min(target.kv.full_len, len(tokens)) for target, tokens, _ in wanted]
+    starts = [min(target.kv.full_len, len(tokens)) for target, tokens, _ in wanted]
+    fed = [len(tokens) - start for (_, tokens, _), start in zip(wanted, starts, strict=True)]
     ended = full_states(model, route, shares)
     logits, choices = _read(FULL, None, wanted, ended)
     full_done(shares)
@@ -207,6 +211,9 @@ def run_full(wanted: Sequence[Wanted]) -> list[Tensor]:
         target.counters.full_tokens_fed += n
     if choices:
         _note(FULL, wanted, choices)
+    for (target, _, _), start, states in zip(wanted, starts, ended, strict=True):
+        if target.on_states is not None:
+            target.on_states(start, states.hidden)
     return logits
 
 

@@ -22,6 +22,8 @@ from viasd.routes import Route
 from viasd.runtime.config import SELF_SKIP, DecodingConfig, thresholds_of
 from viasd.runtime.costs import cost_table, models_said
 from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.drafters.along import has_states, readout_of, states_along
+from viasd.runtime.drafters.lookup_first import SHORTEST as LOOKUP_SHORTEST
 from viasd.runtime.gates import Decision
 from viasd.runtime.metrics import Counters
 from viasd.runtime.readouts import Readouts, scored_with
@@ -278,13 +280,21 @@ def _proposal_rows(
 ) -> tuple[Tensor, Tensor] | None:
     """Indices (of written tokens) at which the drafter has something to say, and its log-probs ``[n, V]`` there."""
     n = len(tokens) - first
-    if pair.drafter is not None:
-        alone = TieredTarget(pair.drafter, None, Counters())
-        return torch.arange(n), torch.log_softmax(alone.full(tokens[:-1], n), dim=-1)
-    if pair.drafter_kind == "self":
-        return torch.arange(n), _block_rows(pair, slim.thinned(config.self_skip), tokens, first, gamma + 1)
+    own: Tensor | None = None
+    if has_states(pair):
+        own = torch.log_softmax(readout_of(pair)(states_along(pair, tokens[:-1])[:, -n:]), dim=-1)
+    elif pair.drafter_kind == "self":
+        own = _block_rows(pair, slim.thinned(config.self_skip), tokens, first, gamma + 1)
+    if own is not None and not pair.lookup_first:
+        return torch.arange(n), own
     lookup = LookupDrafter(Counters())
     found = [(i, lookup.next_token(tokens[: first + i])) for i in range(n)]
+    if own is not None:
+        for i, token in found:
+            if token is not None and lookup.match(tokens[: first + i]) >= LOOKUP_SHORTEST:
+                own[i] = _FLOOR
+                own[i, token] = 0.0
+        return torch.arange(n), own
     hits = [(i, token) for i, token in found if token is not None]
     if not hits:
         return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from viasd.attention import Segment
-from viasd.layered import LayeredModel
+from viasd.errors import OptionError
 from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.runtime.config import SELF_SKIP
 from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.drafters.along import has_states, readout_of, states_along
 from viasd.runtime.metrics import Counters
 from viasd.search.scorer import ROWS, Scorer
 
@@ -28,8 +28,8 @@ class TeacherForced:
     def __init__(self, pair: Pair, scorer: Scorer) -> None:
         self._scorer = scorer
         self._fixed: Tensor | None = None
-        if pair.drafter is not None:
-            self._fixed = _model_tokens(pair.drafter, scorer)
+        if has_states(pair):
+            self._fixed = _model_tokens(pair, scorer)
         elif pair.drafter_kind != "self":
             self._fixed = _lookup_tokens(scorer)
 
@@ -42,18 +42,26 @@ class TeacherForced:
         return self._scorer.answers(route.thinned(SELF_SKIP)) if self._fixed is None else self._fixed
 
 
-def states(model: LayeredModel, tokens: tuple[int, ...]) -> Tensor:
-    """Hidden states ``[1, n, d]`` after the last layer."""
-    step = model.step([Segment(model.new_kv(), 0, len(tokens))])
-    return model.run(model.embed(tokens), range(model.n_layers), step)[0]
+def refuse_two_drafters(pair: Pair) -> None:
+    """A search follows one drafter along its text.
+
+    Raises:
+        OptionError: If lookup is asked before another drafter.
+    """
+    if pair.lookup_first:
+        raise OptionError(
+            "a search follows one drafter along its text, but this one is two, lookup first; search with the drafter behind "
+            "lookup+ alone, its masks serve both"
+        )
 
 
-def _model_tokens(model: LayeredModel, scorer: Scorer) -> Tensor:
+def _model_tokens(pair: Pair, scorer: Scorer) -> Tensor:
     found = []
+    readout = readout_of(pair)
     with torch.inference_mode():
         for text in scorer.texts:
-            scored = states(model, text.tokens)[:, text.start : text.start + text.length]
-            found += [model.readout(chunk).argmax(dim=-1).cpu() for chunk in scored.split(ROWS, dim=1)]
+            scored = states_along(pair, text.tokens)[:, text.start : text.start + text.length]
+            found += [readout(chunk).argmax(dim=-1).cpu() for chunk in scored.split(ROWS, dim=1)]
     return torch.cat(found)
 
 

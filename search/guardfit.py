@@ -16,12 +16,12 @@ from viasd.routes import Route
 from viasd.rows import Rows
 from viasd.runtime.config import SELF_SKIP
 from viasd.runtime.drafters import LookupDrafter
+from viasd.runtime.drafters.along import has_states, readout_of, states_along
 from viasd.runtime.drafters.base import Draft
 from viasd.runtime.gates import Decision, RatioGate, Thresholds
 from viasd.runtime.guard import GuardConfig, block_features, new_estimator
 from viasd.runtime.metrics import Counters
 from viasd.sampling import Sampler, SamplingConfig
-from viasd.search.drafting import states
 from viasd.search.scorer import Block, Scorer
 
 MIN_OBSERVATIONS = 200
@@ -171,7 +171,8 @@ class _TeacherForced:
     """The pair's drafter along a text: its token at each row of a block where it has one."""
 
     def __init__(self, pair: Pair, scorer: Scorer, route: Route) -> None:
-        self._drafter = pair.drafter
+        self._pair = pair
+        self._modelled = has_states(pair)
         self._own = scorer.blocks(route.thinned(SELF_SKIP), own=True) if pair.drafter_kind == "self" else None
         self._tokens: tuple[int, ...] | None = None
         self._lookup = LookupDrafter(Counters())
@@ -184,10 +185,10 @@ class _TeacherForced:
         if block.tokens is not self._tokens:
             self._tokens = block.tokens
             self._lookup = LookupDrafter(Counters())
-            self._states = None if self._drafter is None else states(self._drafter, block.tokens)
+            self._states = states_along(self._pair, block.tokens) if self._modelled else None
         n = len(block.best)
-        if self._drafter is not None and self._states is not None:
-            rows = self._drafter.readout(self._states[:, block.start : block.start + n])
+        if self._states is not None:
+            rows = readout_of(self._pair)(self._states[:, block.start : block.start + n])
             return dict(enumerate(_from_rows(rows)))
         return _looked_up(self._lookup, block, n)
 

@@ -20,6 +20,7 @@ from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
 from viasd.search.calibration import Calibration, Passage, file_calibration, self_calibration
 from viasd.search.config import COST, PARETO, SearchConfig, name_of_study
+from viasd.search.drafting import refuse_two_drafters
 from viasd.search.findings import Findings, details_of, scorer_of
 from viasd.search.objective import SLIM, VALUES, Figures, Objective, measure_passes, sound
 from viasd.search.outcome import SearchOutcome, Timing, importance_of, trace_of, trial_figures
@@ -76,6 +77,7 @@ def search_mask(pair: Pair, config: SearchConfig, tell: Tell = lambda stage: Non
 
 def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     started = time.perf_counter()
+    refuse_two_drafters(pair)
     space = _space(pair, config)
     if config.heads is not None:  # before anything is scored: the layers before them are reported at the end
         resolve_heads(config.heads, pair.name).check(pair.target, pair.target_id)
@@ -178,6 +180,10 @@ def _setup(pair: Pair, config: SearchConfig, space: SearchSpace, text: Calibrati
     # The cost of a mask does not depend on the drafter; its predicted time does.
     small = pair.drafter
     drafter: Any = pair.drafter_kind if small is None else asdict(ModelIdentity.of(small, small.name))
+    if pair.feature is not None:
+        drafter = ["feature", pair.feature.file.digest]
+    elif pair.shortlist is not None:
+        drafter = [drafter, len(pair.shortlist)]
     return {
         **({} if config.goal == COST else {"drafter": drafter}),
         "target": asdict(ModelIdentity.of(pair.target, pair.target_id)),

@@ -55,3 +55,7 @@ class FitError(ViasdError):
 
 class KernelError(ViasdError):
     """Raised when the CPU kernels can't be had on this machine (everything works without them), or have no memory."""
+
+
+class DrafterError(ViasdError):
+    """Raised when a file of a fitted drafter is malformed or was made for another target."""

@@ -27,8 +27,9 @@ def load_pair(
 
     Args:
         pair: A registered name such as ``gemma2-2b:27b``; None takes the default pair, or `drafter` and `target`.
-        drafter: Hub id, local folder or ``.gguf`` file, ``lookup`` (the default) or ``self``; needs `target`.
-        target: Hub id, local folder or ``.gguf`` file.
+        drafter: Hub id, local folder or ``.gguf`` file, file of a feature drafter, ``lookup`` (the default) or ``self``;
+            ``lookup+`` before it asks lookup first. Needs `target`.
+        target: Hub id, local folder, ``.gguf`` file, or a registered ``FAMILY:SIZE``.
         base: Base checkpoints instead of instruct ones (registered pairs only).
         config: Device, dtype, weights and so on; None for all defaults.
         kernel: ``auto``, ``sdpa`` or ``eager`` attention.
@@ -59,7 +60,7 @@ def load_pair(
     return make_pair(
         loaded.target,
         loaded.target_tokenizer,
-        drafter=loaded.drafter if loaded.drafter is not None else loaded.drafter_id,
+        drafter=loaded.feature or (loaded.drafter if loaded.drafter is not None else loaded.drafter_id),
         drafter_tokenizer=loaded.drafter_tokenizer,
         name=f"{wanted[0]} -> {wanted[1]}" if isinstance(wanted, tuple) else wanted.name,
         target_id=loaded.target_id,
@@ -69,4 +70,6 @@ def load_pair(
         quantization=config.own_quantization,
         codes=loaded.codes,
         compile=config.compile,
+        lookup_first=loaded.lookup_first,
+        shortlist=loaded.shortlist,
     )

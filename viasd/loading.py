@@ -6,16 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from viasd import hub
 from viasd.checkpoints import LoadConfig, load_model, load_tokenizer
+from viasd.drafters import file_of
 from viasd.errors import OptionError, WeightsError
+from viasd.feature import FeatureDrafterFile
 from viasd.gguf_codes import read_codes
 from viasd.hardware import resolve_device, resolve_dtype
 from viasd.packaged import GGUF_NAME, PACKAGED, ensure_packaged
-from viasd.pairs import MODEL_FREE_DRAFTERS, PairSpec
+from viasd.pairs import DEFAULT_TARGET, MODEL_FREE_DRAFTERS, TINY, PairSpec, parse_target, split_drafter
 from viasd.quantized import GroupCodes
+from viasd.standalone import read_shortlist
 
 __all__ = [
     "LoadConfig",
@@ -44,6 +48,9 @@ class LoadedPair:
         dtype: Of the target's weights, for example ``"bfloat16"``.
         device: Of the target's first weights, for example ``"cuda:0"``.
         codes: 4-bit codes of the target's weights by name, where they are asked for and its GGUF file has such.
+        feature: The feature drafter, where that is one.
+        shortlist: Token ids that the drafter model may propose, None for all.
+        lookup_first: Whether lookup is asked before the drafter.
     """
 
     target: PreTrainedModel
@@ -57,6 +64,9 @@ class LoadedPair:
     dtype: str
     device: str
     codes: dict[str, GroupCodes] | None = None
+    feature: FeatureDrafterFile | None = None
+    shortlist: Tensor | None = None
+    lookup_first: bool = False
 
 
 def load_pair_models(
@@ -67,8 +77,9 @@ def load_pair_models(
     """Load target and drafter.
 
     Args:
-        pair: A registered pair, or (drafter, target) as hub ids, local folders or ``.gguf`` files; the drafter may
-            also be ``"lookup"`` or ``"self"``.
+        pair: A registered pair, or (drafter, target) as hub ids, local folders or ``.gguf`` files. The target may also be a
+            registered ``FAMILY:SIZE``, the drafter ``"lookup"``, ``"self"`` or the file of a feature drafter; ``lookup+``
+            before it asks lookup first.
         config: How; None for all defaults.
         say: Receives one-line notices, such as where the weights come from.
 
@@ -76,20 +87,34 @@ def load_pair_models(
         ViasdError: As `load_model` and `load_tokenizer`; WeightsError for packaged weights.
     """
     config = config or LoadConfig()
+    feature_ref = None
     if isinstance(pair, PairSpec):
-        drafter_id, target_id = pair.drafter, f"{pair.family}:{pair.target}"
+        lookup_first, drafter_id, target_id = pair.lookup_first, pair.drafter, f"{pair.family}:{pair.target}"
         target_ref, source = _resolve(pair, pair.target, pair.target_ref, config, say)
         target_id = pair.target_ref if source == "hub" else target_id
         drafter_ref = None
-        if pair.drafter_ref is not None:
+        if pair.drafter == TINY:
+            feature_ref = str(file_of(f"{pair.family}:{pair.target}"))
+        elif pair.drafter_ref is not None:
             drafter_ref, drafter_source = _resolve(pair, pair.drafter, pair.drafter_ref, config, say)
             drafter_id = pair.drafter_ref if drafter_source == "hub" else f"{pair.family}:{pair.drafter}"
     else:
-        if config.weights == "packaged":
-            raise OptionError("weights='packaged' needs a pair name, but explicit drafter and target were given")
-        drafter_id, target_id = pair
-        target_ref, drafter_ref = target_id, None if drafter_id in MODEL_FREE_DRAFTERS else drafter_id
-        source = "local" if Path(target_ref).expanduser().exists() else "hub"
+        (lookup_first, drafter_id), target_id = split_drafter(pair[0]), pair[1]
+        registered = None if Path(target_id).expanduser().exists() else parse_target(target_id)
+        if registered is not None:
+            target_ref, source = _resolve(registered, registered.target, registered.target_ref, config, say)
+            target_id = registered.target_ref if source == "hub" else f"{registered.family}:{registered.target}"
+        elif config.weights == "packaged":
+            raise OptionError(
+                f"weights='packaged' needs a registered pair or target such as {DEFAULT_TARGET}, but got {target_id}"
+            )
+        else:
+            target_ref, source = target_id, "local" if Path(target_id).expanduser().exists() else "hub"
+        drafter_ref = None if drafter_id in MODEL_FREE_DRAFTERS else drafter_id
+        if drafter_ref is not None and drafter_ref.endswith(".safetensors"):
+            feature_ref, drafter_ref = drafter_ref, None
+    feature = None if feature_ref is None else FeatureDrafterFile.load(Path(feature_ref).expanduser())
+    shortlist = None if drafter_ref is None else read_shortlist(drafter_ref)
     # Tokenizers first: they are small, and their faults show before gigabytes are read.
     target_tokenizer = load_tokenizer(target_ref, config)
     drafter_tokenizer = None if drafter_ref is None else load_tokenizer(drafter_ref, config)
@@ -107,6 +132,9 @@ def load_pair_models(
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
         codes=_codes(target_ref, source) if config.quantization == "int4" else None,
+        feature=feature,
+        shortlist=shortlist,
+        lookup_first=lookup_first,
     )
 
 

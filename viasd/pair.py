@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from viasd.errors import ContextLengthError, OptionError
+from viasd.errors import ContextLengthError, DrafterError, OptionError
+from viasd.feature import FeatureDrafterFile
+from viasd.featuremodel import FeatureModel
 from viasd.layered import LayeredModel
 from viasd.probe import load_layered
 from viasd.quantized import GroupCodes
@@ -27,10 +29,14 @@ class Pair:
         target: The target.
         tokenizer: The target's tokenizer.
         drafter: The drafter model, or None for a drafter that needs none.
-        drafter_kind: ``model``, ``lookup`` (n-grams of the text so far) or ``self`` (the target with more layers skipped).
+        drafter_kind: ``model``, ``feature`` (a layer over the target's hidden states), ``lookup`` (n-grams of the text so
+            far) or ``self`` (the target with more layers skipped).
         target_id: Hub id or path of the target.
         eos_ids: Tokens that end an answer, from the generation config and the tokenizer.
         source: Where the weights came from, in a word.
+        feature: The feature drafter on its target, for that kind.
+        shortlist: Token ids ``[m]`` that the drafter model may propose; None for all.
+        lookup_first: Whether lookup is asked before the drafter (of any kind but ``lookup``).
         measured: Room for what is measured once per loaded pair (costs of the tiers).
     """
 
@@ -42,6 +48,9 @@ class Pair:
     target_id: str
     eos_ids: frozenset[int]
     source: str = "given"
+    feature: FeatureModel | None = None
+    shortlist: Tensor | None = None
+    lookup_first: bool = False
     measured: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -108,7 +117,7 @@ def make_pair(
     target: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    drafter: nn.Module | str = "lookup",
+    drafter: nn.Module | FeatureDrafterFile | str = "lookup",
     drafter_tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
     target_id: str | None = None,
@@ -118,13 +127,15 @@ def make_pair(
     quantization: str | None = None,
     codes: Mapping[str, GroupCodes] | None = None,
     compile: bool = False,
+    lookup_first: bool = False,
+    shortlist: Tensor | None = None,
 ) -> Pair:
     """A pair from models that are already loaded. Nothing of them is changed unless `layers` or `quantization` asks for it.
 
     Args:
         target: Hugging Face causal LM in eval mode.
         tokenizer: Its tokenizer.
-        drafter: A smaller causal LM, ``"lookup"`` or ``"self"``.
+        drafter: A smaller causal LM, a feature drafter that was fitted to this target, ``"lookup"`` or ``"self"``.
         drafter_tokenizer: The drafter's tokenizer; None where it is the target's own object.
         name: Name for people.
         target_id: Name of the target for messages and mask identity.
@@ -134,42 +145,74 @@ def make_pair(
         quantization: ``int8`` or ``int4`` for the target, whose own weights are then taken away; see `viasd.quantized`.
         codes: 4-bit codes that the target's weights are known by, see `viasd.quantized.quantize`.
         compile: Run passes of few tokens as compiled graphs; see `LayeredModel.compile`.
+        lookup_first: Ask lookup before the drafter.
+        shortlist: Token ids ``[m]`` that a drafter model may propose, ascending; None for all.
 
     Raises:
+        DrafterError: If a feature drafter was fitted to another target.
         TokenizerMismatchError: If the tokenizers disagree.
         UnsupportedModelError: If a model can't be driven layer by layer.
         OptionError: If `drafter` is a word that is not known, or options contradict each other.
     """
     from viasd.vocab import common_vocabulary, vocabulary_size
 
+    if lookup_first and drafter == "lookup":
+        raise OptionError(
+            "lookup first and then lookup is lookup alone; name another drafter, or leave lookup_first out"
+        )
     identity = target_id or getattr(getattr(target, "config", None), "name_or_path", "") or type(target).__name__
     target_rows = _logit_rows(target)
-    if isinstance(drafter, str):
+    small, usable = None, vocabulary_size(tokenizer, target_rows)
+    if isinstance(drafter, FeatureDrafterFile):
+        kind = "feature"
+    elif isinstance(drafter, str):
         if drafter not in ("lookup", "self"):
             raise OptionError(f"drafter must be a model, 'lookup' or 'self', but got '{drafter}'")
-        small, kind, usable = None, drafter, vocabulary_size(tokenizer, target_rows)
+        kind = drafter
     else:
         usable = common_vocabulary(drafter_tokenizer or tokenizer, tokenizer, _logit_rows(drafter), target_rows)
         small = load_layered(drafter, kernel=kernel, vocabulary=usable, layers=layers, compile=compile)
         kind = "model"
+    layered = load_layered(
+        target,
+        kernel=kernel,
+        vocabulary=usable,
+        layers=layers,
+        quantization=quantization,
+        codes=codes,
+        compile=compile,
+    )
+    feature = None
+    if isinstance(drafter, FeatureDrafterFile):
+        drafter.check(layered, identity)
+        feature = FeatureModel(drafter, layered)
+    first = "lookup+" if lookup_first else ""
     return Pair(
-        name=name or f"{kind if small is None else type(drafter).__name__} -> {identity}",
-        target=load_layered(
-            target,
-            kernel=kernel,
-            vocabulary=usable,
-            layers=layers,
-            quantization=quantization,
-            codes=codes,
-            compile=compile,
-        ),
+        name=name or f"{first}{kind if small is None else type(drafter).__name__} -> {identity}",
+        target=layered,
         tokenizer=tokenizer,
         drafter=small,
         drafter_kind=kind,
         target_id=identity,
         eos_ids=_eos_ids(target, tokenizer),
         source=source,
+        feature=feature,
+        shortlist=_known_words(shortlist, small),
+        lookup_first=lookup_first,
     )
+
+
+def _known_words(shortlist: Tensor | None, small: LayeredModel | None) -> Tensor | None:
+    if shortlist is None:
+        return None
+    if small is None:
+        raise OptionError("a shortlist is of a drafter model, and this drafter is none; leave it out")
+    if int(shortlist[-1]) >= small.vocabulary:
+        raise DrafterError(
+            f"the drafter's shortlist has token id {int(shortlist[-1])}, but drafter and target share ids below "
+            f"{small.vocabulary}; fit the drafter anew"
+        )
+    return shortlist
 
 
 def _logit_rows(model: Any) -> int:

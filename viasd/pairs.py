@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from viasd.drafters import names
 from viasd.errors import PairError
 
 DEFAULT_PAIR = "smollm2-lookup:135m"
+DEFAULT_TARGET = "smollm2:135m"
 
 #: Drafters that need no second checkpoint: prompt lookup, and the target itself with more layers skipped.
 MODEL_FREE_DRAFTERS = ("lookup", "self")
+#: The drafter of a few layers that comes with the package for some targets.
+TINY = "tiny"
+#: Before any other drafter: look up first, and ask that one where there is nothing to be found.
+LOOKUP_FIRST = "lookup+"
 
 #: family -> size -> (instruct id, base id), sizes in ascending order; None where no such checkpoint was published.
 #: All sizes of one family share a tokenizer.
@@ -60,11 +66,12 @@ class PairSpec:
     Attributes:
         name: Canonical ``FAMILY-DRAFTER:TARGET``.
         family: Key of `CHECKPOINTS`.
-        drafter: ``"lookup"``, ``"self"`` or a size of the family.
+        drafter: ``"lookup"``, ``"self"``, ``"tiny"`` or a size of the family.
         target: A size of the family.
-        drafter_ref: Hub id of the drafter, None for ``"lookup"`` and ``"self"``.
+        drafter_ref: Hub id of the drafter, None for ``"lookup"``, ``"self"`` and ``"tiny"``.
         target_ref: Hub id of the target.
         base: True for base (pretrained only) checkpoints, False for instruct ones.
+        lookup_first: Whether lookup is asked before the drafter.
     """
 
     name: str
@@ -74,13 +81,15 @@ class PairSpec:
     drafter_ref: str | None
     target_ref: str
     base: bool
+    lookup_first: bool = False
 
 
 def parse_pair(name: str, *, base: bool = False) -> PairSpec:
     """Look up ``FAMILY-DRAFTER:TARGET``, ignoring case and surrounding blanks.
 
     Args:
-        name: For example ``"gemma2-2b:27b"``, ``"qwen2.5-lookup:7b"``, ``"smollm2-self:135m"``.
+        name: For example ``"gemma2-2b:27b"``, ``"qwen2.5-lookup:7b"``, ``"smollm2-self:135m"``; ``lookup+`` before any other
+            drafter than lookup asks lookup first.
         base: Take base checkpoints instead of instruct ones.
 
     Raises:
@@ -90,18 +99,40 @@ def parse_pair(name: str, *, base: bool = False) -> PairSpec:
     known = {spec.name: spec for spec in list_pairs(base)}
     if wanted in known:
         return known[wanted]
+    family, dash, rest = wanted.partition(f"-{LOOKUP_FIRST}")
+    behind = known.get(f"{family}-{rest}") if dash else None
+    if behind is not None and behind.drafter != "lookup":
+        return replace(behind, name=wanted, lookup_first=True)
     raise PairError(_why_unknown(wanted, base, list(known)))
 
 
+def parse_target(name: str) -> PairSpec | None:
+    """The registered target that ``FAMILY:SIZE`` names, as a pair without a drafter model; None for any other reference."""
+    family, colon, size = name.strip().lower().partition(":")
+    if not colon or size not in CHECKPOINTS.get(family, {}) or _reference(family, size, False) is None:
+        return None
+    return _spec(family, "lookup", size, False)
+
+
+def split_drafter(drafter: str) -> tuple[bool, str]:
+    """Whether lookup is to be asked first, and the drafter that is asked then."""
+    return drafter.startswith(LOOKUP_FIRST), drafter.removeprefix(LOOKUP_FIRST)
+
+
 def list_pairs(base: bool = False) -> list[PairSpec]:
-    """All pairs, family by family: for each target `lookup`, `self`, and every smaller size of the same family."""
+    """All pairs, family by family: for each target `lookup`, `self`, `tiny` where the package has one, and smaller sizes."""
     return [
         _spec(family, drafter, target, base)
         for family, sizes in CHECKPOINTS.items()
         for position, target in enumerate(sizes)
-        for drafter in (*MODEL_FREE_DRAFTERS, *list(sizes)[:position])
-        if _reference(family, target, base) and (drafter in MODEL_FREE_DRAFTERS or _reference(family, drafter, base))
+        for drafter in (*MODEL_FREE_DRAFTERS, *_tiny(family, target, base), *list(sizes)[:position])
+        if _reference(family, target, base)
+        and (drafter in (*MODEL_FREE_DRAFTERS, TINY) or _reference(family, drafter, base))
     ]
+
+
+def _tiny(family: str, target: str, base: bool) -> tuple[str, ...]:
+    return (TINY,) if not base and f"{family}:{target}" in names() else ()
 
 
 def _reference(family: str, size: str, base: bool) -> str | None:
@@ -116,7 +147,7 @@ def _spec(family: str, drafter: str, target: str, base: bool) -> PairSpec:
         family=family,
         drafter=drafter,
         target=target,
-        drafter_ref=None if drafter in MODEL_FREE_DRAFTERS else _reference(family, drafter, base),
+        drafter_ref=None if drafter in (*MODEL_FREE_DRAFTERS, TINY) else _reference(family, drafter, base),
         target_ref=target_ref,
         base=base,
     )
@@ -132,6 +163,7 @@ def _why_unknown(wanted: str, base: bool, known: list[str]) -> str:
         reason = f"unknown family {family!r} in pair {wanted!r} (known: {', '.join(CHECKPOINTS)})"
     else:
         sizes = list(CHECKPOINTS[family])
+        drafter = split_drafter(drafter)[1]
         unknown = [s for s in (drafter, target) if s not in sizes and not (s == drafter and s in MODEL_FREE_DRAFTERS)]
         if unknown:
             reason = f"unknown size {unknown[0]!r} in pair {wanted!r} ({family} has {', '.join(sizes)})"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from viasd.forms import ModelProducts
 from viasd.kernels import build
-from viasd.kernels.native import NativeLayer, NativeReadout, product_obstacle
+from viasd.kernels.native import NativeDense, NativeLayer, NativeReadout, product_obstacle
 from viasd.lean import LeanLayer, Norm, untouched
 from viasd.products import Dense, Product, padded
 
@@ -86,7 +86,10 @@ class Readout:
         weight, bias = getattr(self._head_module, "weight", None), getattr(self._head_module, "bias", None)
         if rows is not None and self._plain and weight is not None and not weight.is_meta:
             index = rows.to(weight.device)
-            cut = Dense(weight.detach()[index], None if bias is None else bias.detach()[index])
+            words = weight.detach()[index], None if bias is None else bias.detach()[index]
+            if self._native is not None:
+                return NativeDense(*words, build.load())
+            cut = Dense(*words)
             return lambda normed: cut(padded(normed, cut))[: normed.shape[0]]
         index = torch.arange(self.vocabulary) if rows is None else rows
         whole = self._head

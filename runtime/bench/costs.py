@@ -12,6 +12,7 @@ from viasd.layered import LayeredModel
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.bench.methods import clock
+from viasd.runtime.drafters.along import drafter_step, has_states
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
 
@@ -42,11 +43,16 @@ def pass_seconds(pair: Pair, masks: Mapping[str, LayerMask], gammas: Sequence[in
             target.prefill(tokens[:context])
         for size in sizes:
             jobs[name, size] = _pass_of(target, tokens[: context + size], context, slim=mask is not None)
-    if pair.drafter is not None:
-        drafter, before = TieredTarget(pair.drafter, None, Counters()), min(context, pair.drafter.context_length - 1)
+    if has_states(pair):
         with torch.inference_mode():
-            drafter.prefill(tokens[:before])
-        jobs["drafter", 1] = _pass_of(drafter, tokens[: before + 1], before, slim=False)
+            before, step = drafter_step(pair, context)
+
+        def job() -> object:
+            for back in before:
+                back()
+            return step()
+
+        jobs["drafter", 1] = job
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in jobs}
     with torch.inference_mode():
         for repeat in range(_REPEATS + 1):

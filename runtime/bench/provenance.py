@@ -43,7 +43,8 @@ def provenance(pair: Pair, masks: Mapping[str, LayerMask], argv: Sequence[str]) 
         "gpu": torch.cuda.get_device_name(pair.target.device) if pair.target.device.type == "cuda" else None,
         **environment(pair),
         "pair": pair.name,
-        "drafter": pair.drafter_kind,
+        "drafter": ("lookup+" if pair.lookup_first else "") + pair.drafter_kind,
+        "drafter_file": None if pair.feature is None else pair.feature.file.digest,
         "weights": pair.source,
         "target": asdict(ModelIdentity.of(pair.target, pair.target_id)),
         "masks": {

@@ -1,8 +1,10 @@
-"""Where proposals come from: a model, the target with more layers skipped, earlier text, or two of these in a cascade."""
+"""Where proposals come from: a model, the target's states, its own layers, earlier text, or two of these together."""
 
 from viasd.runtime.drafters.base import Draft, Drafter, ModelLine, PasslessDrafter, SteppedDrafter, run_drafts
+from viasd.runtime.drafters.feature import FeatureDrafter
 from viasd.runtime.drafters.horizontal import HorizontalDrafter
 from viasd.runtime.drafters.lookup import LookupDrafter
+from viasd.runtime.drafters.lookup_first import LookupFirstDrafter
 from viasd.runtime.drafters.model import ModelDrafter
 from viasd.runtime.drafters.self_route import SelfDrafter
 from viasd.runtime.drafters.vertical import BlockDrafter, VerticalDrafter
@@ -11,8 +13,10 @@ __all__ = [
     "BlockDrafter",
     "Draft",
     "Drafter",
+    "FeatureDrafter",
     "HorizontalDrafter",
     "LookupDrafter",
+    "LookupFirstDrafter",
     "ModelDrafter",
     "ModelLine",
     "PasslessDrafter",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -112,12 +112,14 @@ class ModelLine(SteppedDrafter):
         model: The model.
         route: Layers its tokens run through, None for all of them.
         counters: Where calls, tokens fed and seconds are added up.
+        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the route's or the model's own.
         watch: Counts time as the drafter's. It does not wait for a pass: drawing from its rows does that.
         stop: Decides when a draft is long enough; None leaves that to the block's length.
     """
 
     model: LayeredModel
     route: Route | None
+    readout: Callable[[Tensor], Tensor] | None = None
     counters: Counters
     watch: Stopwatch
     stop: DraftStop | None = None
@@ -166,7 +168,7 @@ def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[T
     """
     first = wanted[0][0]
     hidden, _ = through(first.model, first.route, [drafter.line(tokens) for drafter, tokens, _ in wanted])
-    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted])
+    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted], first.readout)
     for drafter, tokens, _ in wanted:
         drafter.ran(len(tokens))
         drafter.counters.drafter_calls += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.layered import LayeredModel
@@ -23,6 +25,8 @@ class ModelDrafter(ModelLine):
         counters: Where calls, tokens fed and seconds are added up.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
+        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the model's own, where only some words
+            are wanted.
     """
 
     def __init__(
@@ -32,8 +36,10 @@ class ModelDrafter(ModelLine):
         *,
         min_confidence: float = 0.0,
         stop_tokens: frozenset[int] = frozenset(),
+        readout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.name = "model"
+        self.readout = readout
         self.model = model
         self.route = None
         self.kv = model.new_kv()

@@ -24,6 +24,7 @@ def draft_stepwise(
     min_confidence: float,
     stop_tokens: frozenset[int],
     stop: DraftStop | None = None,
+    least: float = 0.0,
 ) -> Steps[Draft]:
     """Draws up to `limit` tokens one after another.
 
@@ -36,12 +37,15 @@ def draft_stepwise(
         min_confidence: Stop before drawing where the largest raw probability is below this (0 never stops).
         stop_tokens: After drawing one of these there is nothing left to draft (the token itself is kept).
         stop: Asked before every pass, and before every draw.
+        least: Stop before drawing where the raw probabilities of the tokens drawn so far, times the largest of this row,
+            make less than this: a token that is hardly ever reached (0 never stops).
     """
     tokens: list[int] = []
     rows: list[Row] = []
     confidence: list[Tensor] = []
     raw: list[Tensor] = []
     feed = backlog
+    reached = 1.0
     while len(tokens) < limit:
         if stop is not None and not stop.asks(len(tokens)):
             break
@@ -51,11 +55,15 @@ def draft_stepwise(
         top = torch.softmax(logits, dim=-1)
         if min_confidence > 0 and float(top.max()) < min_confidence:
             break
+        if least > 0 and reached * float(top.max()) < least:
+            break
         row = ahead.row(logits)
         token = draws.draft(row)
         tokens.append(token)
         rows.append(row)
         confidence.append(top[token])
+        if least > 0:
+            reached *= float(top[token])
         raw.append(logits)
         if token in stop_tokens:
             break

@@ -78,6 +78,11 @@ def worst_bytes(answer: Answer) -> int:
     needed = _sequence_bytes(pair, "target", pair.target, positions)
     if answer.drafter is not None and pair.drafter is not None and not isinstance(answer.drafter, SelfDrafter):
         needed += _sequence_bytes(pair, "drafter", pair.drafter, positions)
+    if pair.feature is not None and answer.drafter is not None:
+        shape = pair.feature.file.shape
+        # Keys and values, and the target's states until they are made use of.
+        each = 2 * shape.depth * shape.kv_heads * shape.head_dim + shape.width
+        needed += each * pair.target.dtype.itemsize * capacity(positions)
     return needed
 
 

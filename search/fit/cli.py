@@ -16,6 +16,7 @@ PROG = "viasd-fit"
 #: Subcommand -> (module, one sentence). A module is imported only when its command is asked for.
 COMMANDS: dict[str, tuple[str, str]] = {
     "corpus": ("viasd.search.fit.corpus_command", "let a target write conversations, as a corpus to train on"),
+    "drafter": ("viasd.search.fit.drafter", "train a small drafter for a target"),
     "heads": ("viasd.search.fit.heads", "train light heads that say early what a target will say"),
     "stitches": ("viasd.search.fit.stitches", "fit affine maps across the gaps of a mask, for its slim verifier alone"),
 }

@@ -327,6 +327,8 @@ CONTRADICTIONS = [
     "--drafter lookup",
     "--target X --base",
     "--target X --weights hub",
+    "--target smollm2:135m --drafter lookup+lookup",
+    "--target smollm2:135m --drafter own.safetensors --drafter-device cpu",
     "--device cpu --device-map auto",
     "--compile --layers hf",
     "--compile --device-map auto",

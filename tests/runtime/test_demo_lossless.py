@@ -12,7 +12,7 @@ from viasd.loading import LoadConfig
 pytestmark = pytest.mark.weights
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "self"])
+@pytest.mark.parametrize("drafter", ["lookup", "self", "tiny", "lookup+tiny"])
 def test_three_tiers_of_the_demo_target_give_its_greedy_text(drafter: str) -> None:
     config = LoadConfig(weights="packaged", device="cpu", dtype="float32", quiet=True)
     pair = viasd.load_pair(f"smollm2-{drafter}:135m", config=config)
@@ -29,3 +29,13 @@ def test_three_tiers_of_the_demo_target_give_its_greedy_text(drafter: str) -> No
         result = viasd.generate(pair, ids, mask=mask, max_new_tokens=24, **options)
         assert result.token_ids == expected, mask
         assert result.lossless
+
+
+def test_the_shipped_drafter_is_worth_asking() -> None:
+    pair = viasd.load_pair("smollm2-tiny:135m", config=LoadConfig(weights="packaged", device="cpu", quiet=True))
+    kept = judged = 0
+    for question in ("How many apples are three times four apples?", "Write a short letter to a friend about rain."):
+        options = {"strategy": "sd", "gamma": 3, "draft_length": "fixed", "max_new_tokens": 48}
+        stats = viasd.generate(pair, [{"role": "user", "content": question}], mask=None, **options).stats
+        kept, judged = kept + stats.kept, judged + stats.gated
+    assert kept / judged > 0.25

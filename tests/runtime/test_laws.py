@@ -11,10 +11,10 @@ from laws import PROMPT, Law, Table, decoded_law, largest_error, random_table, t
 
 from viasd.accept import gated_law
 from viasd.rows import Row, Rows
-from viasd.runtime.drafters import Draft, LookupDrafter
+from viasd.runtime.drafters import Draft, LookupDrafter, LookupFirstDrafter
 from viasd.runtime.gates import Decision, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
-from viasd.runtime.lengths import DraftLength, LookupPace, ModelPace
+from viasd.runtime.lengths import DraftLength, LookupFirstPace, LookupPace, ModelPace
 from viasd.runtime.strategies import (
     ChainedCascade,
     GatedCascade,
@@ -65,6 +65,20 @@ def paced(kind: str, seconds: list[float]) -> Make:
             return SpeculativeDecoding(bench, lookup, gamma=2, pace=LookupPace(lengths, lookup, bench.sampler)), lookup
         source = drafter(kind)
         return SpeculativeDecoding(bench, source, gamma=2, pace=ModelPace(lengths)), source
+
+    return make
+
+
+def lookup_first(kind: str, gamma: int = 2, seconds: list[float] | None = None) -> Make:
+    """Lookup before a table; with `seconds`, whichever promises more is asked for as many tokens as pay."""
+
+    def make(bench: Workbench) -> tuple[Strategy, Any]:
+        source = LookupFirstDrafter(LookupDrafter(bench.counters), drafter(kind), shortest=1)
+        pace = None
+        if seconds is not None:
+            lengths = DraftLength(gamma, 0.0, seconds), DraftLength(gamma, 0.05, seconds)
+            pace = LookupFirstPace(*lengths, source, bench.sampler)
+        return SpeculativeDecoding(bench, source, gamma=gamma, pace=pace), source
 
     return make
 
@@ -130,6 +144,11 @@ LOSSLESS: dict[str, Make] = {
         for kind in ("dense", "point", "lookup")
         for name, seconds in (("cheap", [1.0, 1.1, 1.2]), ("close", [1.0, 1.38, 1.6]), ("dear", [1.0, 2.1, 3.0]))
     },
+    **{f"lookup-first-{kind}": lookup_first(kind) for kind in ("dense", "point", "unsure")},
+    **{
+        f"lookup-first-paced-{name}": lookup_first("dense", 2, seconds)
+        for name, seconds in (("cheap", [1.0, 1.1, 1.2]), ("close", [1.0, 1.38, 1.6]), ("dear", [1.0, 2.1, 3.0]))
+    },
     **{f"chain-{kind}-1": chain(kind, 1) for kind in ("dense", "point", "unsure")},
     "chain-dense-2": chain("dense", 2),
     "chain-point-1x2": chain("point", 1, slim_rounds=2),
@@ -155,7 +174,17 @@ def test_the_law_of_two_tokens_is_exactly_the_targets(name: str) -> None:
     assert largest_error(law, target_law(Q, 2, PLAIN_SAMPLING, 3)) < EXACT
 
 
-@pytest.mark.parametrize("name", ["sd-dense-2", "sd-point-2", "chain-point-1x2", "via-audited-point"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sd-dense-2",
+        "lookup-first-dense",
+        "lookup-first-paced-cheap",
+        "sd-point-2",
+        "chain-point-1x2",
+        "via-audited-point",
+    ],
+)
 def test_the_law_of_three_tokens_is_exactly_the_targets(name: str) -> None:
     law = decoded_law(LOSSLESS[name], TARGET, 3, PLAIN_SAMPLING, spare=0)
     assert largest_error(law, target_law(Q, 3, PLAIN_SAMPLING, 3)) < EXACT

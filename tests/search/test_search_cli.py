@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from features import feature_file
 from tiny import save_target
 
 import viasd
@@ -447,3 +448,12 @@ def test_figures_of_a_range_are_drawn(run: Run, folder: str, here: Path, objecti
 def test_a_missing_plot_extra_is_one_line_before_the_search(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
     assert "pip install viasd[plot]" in one_line(run("--plot", "p.png"))
+
+
+def test_a_search_follows_a_feature_drafter_and_refuses_two_drafters(run: Run, here: Path) -> None:
+    feature_file().save(here / "own.safetensors")
+    assert run("--drafter", "own.safetensors", "--output", "mask.json")[0] == 0
+    assert "own.safetensors" in json.loads((here / "mask.json").read_text())["pair"]
+    said = one_line(run("--drafter", "lookup+own.safetensors"))
+    assert "lookup first" in said
+    assert "alone" in said

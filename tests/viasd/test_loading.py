@@ -87,11 +87,18 @@ def test_packaged_weights_can_be_forced(packaged: list[str], monkeypatch: pytest
     assert load_pair_models(parse_pair("smollm2-self:135m"), config).source == "packaged"
     with pytest.raises(WeightsError, match="not for smollm2:360m"):
         load_pair_models(parse_pair("smollm2-135m:360m"), config)
-    with pytest.raises(OptionError, match="needs a pair name"):
+    with pytest.raises(OptionError, match="needs a registered pair or target such as smollm2:135m"):
         load_pair_models(("lookup", "org/name"), config)
 
 
 @pytest.mark.usefixtures("offline")
+def test_a_registered_target_may_be_named_alone(packaged: list[str]) -> None:
+    loaded = load_pair_models(("lookup+self", "SmolLM2:135m"), FLOAT32)
+    assert (loaded.source, loaded.target_id, loaded.drafter_id) == ("packaged", "smollm2:135m", "self")
+    assert loaded.lookup_first
+    assert packaged == ["smollm2:135m"]
+
+
 def test_packaged_weights_can_be_forbidden(packaged: list[str]) -> None:
     with pytest.raises(LoadError, match="hub can't be reached"):
         load_pair_models(parse_pair("smollm2-lookup:135m"), dataclasses.replace(FLOAT32, weights="hub"))

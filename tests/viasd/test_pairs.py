@@ -2,8 +2,19 @@ from __future__ import annotations
 
 import pytest
 
+from viasd import drafters
 from viasd.errors import PairError
-from viasd.pairs import CHECKPOINTS, DEFAULT_PAIR, MODEL_FREE_DRAFTERS, list_pairs, parse_pair
+from viasd.pairs import (
+    CHECKPOINTS,
+    DEFAULT_PAIR,
+    DEFAULT_TARGET,
+    MODEL_FREE_DRAFTERS,
+    TINY,
+    list_pairs,
+    parse_pair,
+    parse_target,
+    split_drafter,
+)
 
 
 @pytest.mark.parametrize("base", [False, True])
@@ -17,7 +28,7 @@ def test_every_listed_pair_parses_to_itself(base: bool) -> None:
 def test_drafters_are_smaller_than_their_target_and_of_its_family() -> None:
     for pair in list_pairs():
         sizes = list(CHECKPOINTS[pair.family])
-        if pair.drafter in MODEL_FREE_DRAFTERS:
+        if pair.drafter in (*MODEL_FREE_DRAFTERS, TINY):
             assert pair.drafter_ref is None
         else:
             assert sizes.index(pair.drafter) < sizes.index(pair.target)
@@ -74,3 +85,41 @@ def test_bad_names_are_refused_with_the_reason_and_near_names(name: str, message
 def test_a_checkpoint_that_was_never_published_is_refused() -> None:
     with pytest.raises(PairError, match="no base checkpoints"):
         parse_pair("qwen3-lookup:32b", base=True)
+
+
+def test_lookup_may_be_asked_before_any_other_drafter() -> None:
+    pair = parse_pair("qwen2.5-lookup+0.5B:7b")
+    assert (pair.name, pair.drafter, pair.lookup_first) == ("qwen2.5-lookup+0.5b:7b", "0.5b", True)
+    assert pair.drafter_ref == parse_pair("qwen2.5-0.5b:7b").drafter_ref
+    assert parse_pair("smollm2-lookup+self:135m").lookup_first
+    for name in ("smollm2-lookup+lookup:135m", "smollm2-lookup+7b:135m", "smollm2-lookup+:135m"):
+        with pytest.raises(PairError):
+            parse_pair(name)
+    assert split_drafter("lookup+a/b.safetensors") == (True, "a/b.safetensors")
+    assert split_drafter("lookup") == (False, "lookup")
+
+
+def test_a_target_may_be_named_alone() -> None:
+    target = parse_target(" SmolLM2:1.7B ")
+    assert target is not None
+    assert target.target_ref == "HuggingFaceTB/SmolLM2-1.7B-Instruct"
+    assert parse_target(DEFAULT_TARGET) == parse_pair(DEFAULT_PAIR)
+    for other in ("smollm2", "smollm2:9b", "org/model", "C:\\models", ""):
+        assert parse_target(other) is None
+
+
+def test_every_shipped_drafter_is_listed() -> None:
+    listed = {f"{pair.family}:{pair.target}" for pair in list_pairs() if pair.drafter == TINY}
+    assert listed == set(drafters.names()) >= {DEFAULT_TARGET}
+    assert all(drafters.file_of(name).is_file() for name in listed)
+
+
+def test_shipped_drafters_are_pairs_of_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("viasd.pairs.names", lambda: ["qwen3:4b"])
+    assert parse_pair("qwen3-tiny:4b").drafter == TINY
+    assert drafters.file_of("qwen3:4b").name == "qwen3-4b.tiny.safetensors"
+    assert parse_pair("qwen3-lookup+tiny:4b").lookup_first
+    with pytest.raises(PairError):
+        parse_pair("qwen3-tiny:4b", base=True)  # fitted to the instruct checkpoint
+    with pytest.raises(PairError):
+        parse_pair("qwen3-tiny:8b")

@@ -19,7 +19,7 @@ from torch import Tensor
 from viasd.attention import Step
 from viasd.errors import KernelError
 from viasd.lean import LeanLayer, Norm
-from viasd.products import Matrix, Product
+from viasd.products import Dense, Matrix, Product, padded
 from viasd.rotary import Rotation
 
 #: A sequence's pass of more tokens runs through torch: from here on computing takes longer than reading the weights. Which
@@ -285,6 +285,27 @@ class NativeInt4:
         threads = c_int64(torch.get_num_threads())
         _check(self._library.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
         return out
+
+
+class NativeDense:
+    """A product with weights as they are: few rows by the kernel, many, and rows that are differentiated, through torch.
+
+    Args:
+        weight: ``[o, k]``, contiguous, on the CPU, in fp32 or bf16.
+        bias: ``[o]`` or None.
+        library: The kernels.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+        self._dense = Dense(weight, bias)
+        self._matrix = Matrix("dense", weight, bias=bias)
+        self._library = library
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Rows ``[n, k]`` -> ``[n, o]``."""
+        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
+            return self._dense(padded(rows, self._dense))[: rows.shape[0]]
+        return multiplied(rows, self._matrix, self._library)
 
 
 def multiplied(rows: Tensor, matrix: Matrix, library: ctypes.CDLL) -> Tensor:
