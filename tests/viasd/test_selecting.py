@@ -12,9 +12,10 @@ from tiny import model_of, prompt_ids
 from viasd.attention import Segment
 from viasd.confident import METHODS, ConfidentConfig, select
 from viasd.errors import OptionError
+from viasd.kernels import build
 from viasd.layered import LayeredModel
 from viasd.probe import load_layered
-from viasd.selecting import ConfidentReadout, entropy
+from viasd.selecting import ConfidentReadout, Unread, entropy, read_together
 from viasd.testing import FAMILIES, tiny_model
 
 ANY = -1
@@ -240,3 +241,42 @@ def test_a_fixed_layer_outside_the_window_is_an_error_when_the_readout_is_made()
         everything(ConfidentConfig("last-m8"), layered)
     clamped = everything(ConfidentConfig("last-m8", max_backtrack_layers=3, reference_compat=True), layered)
     assert len(clamped.capture) == 2
+
+
+@pytest.mark.parametrize("form", ["native", "hf"])
+@torch.inference_mode()
+def test_sequences_read_out_together_get_what_each_gets_alone(form: str) -> None:
+    if form == "native" and (why := build.why_missing()):
+        pytest.skip(f"no kernels: {why}")
+    layered = load_layered(tiny_model("llama", scale=0.4) if form == "native" else model_of("llama"), layers=form)
+    configs = [
+        ConfidentConfig(max_backtrack_layers=ANY),
+        None,
+        ConfidentConfig("trough-m1", max_backtrack_layers=2, p=0.5),
+        ConfidentConfig("last-m1"),
+        ConfidentConfig("last-m2", p=0.5),
+        ConfidentConfig("trough-p1", p=0.0),
+    ]
+    unread = []
+    for i in range(24):  # some hundred rows, of one to six a sequence
+        config, ids = configs[i % len(configs)], [5 + (11 * i + k) % 200 for k in range(1 + i % 7)]
+        readout = None if config is None else everything(config, layered, seed=i)
+        whole = everything(ConfidentConfig(max_backtrack_layers=ANY), layered)
+        last, captured = states(layered, whole, ids)
+        n = i % 7 and min(len(ids), 6)  # none of the first one's
+        rows = slice(len(ids) - n, None)
+        unread.append(Unread(readout, last[:, rows], {k: h[:, rows] for k, h in captured.items()}, 100 + i))
+    together = read_together(layered, unread, steady=True)
+    for part, chosen in zip(unread, together, strict=True):
+        if not part.last.shape[1]:
+            assert (chosen.logits.shape[0], chosen.layers, chosen.read) == (0, [], 0)
+            continue
+        (alone,) = read_together(layered, [part], steady=True)
+        if form == "native":
+            assert torch.equal(chosen.logits, alone.logits)
+        torch.testing.assert_close(chosen.logits, alone.logits, rtol=1e-5, atol=1e-5)
+        assert (chosen.layers, chosen.depths, chosen.read) == (alone.layers, alone.depths, alone.read)
+        assert chosen.margins == pytest.approx(alone.margins, abs=1e-5)
+        if part.readout is not None:
+            assert chosen.layers == part.readout(part.last, part.captured, part.start).layers
+    assert sum(depth > 0 for chosen in together for depth in chosen.depths) > 10

@@ -79,7 +79,9 @@ def test_every_method_on_every_prompt_and_a_summary(run: Run, here: Path) -> Non
         assert len({x["output"]["sha256"] for x in records if x["prompt"] == r["prompt"]}) == 1
         if r["kind"] == "own":
             assert r["counts"]["emitted"] == sum(r["counts"]["by_tier"].values()) == 8
-            assert sum(r["time"].values()) == pytest.approx(r["seconds"], rel=0.6)
+            # Of one repeat; the median of two lies between them, as far from either as the machine's other work makes it.
+            assert any(sum(r["time"].values()) == pytest.approx(s, rel=1e-6) for s in r["seconds_all"])
+            assert min(r["time"].values()) >= 0
             assert set(r["time"]) == {"draft", "slim", "full", "prefill", "loop"}
     summary = last["summary"]
     assert set(summary["methods"]) == set(methods)

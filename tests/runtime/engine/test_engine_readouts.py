@@ -128,10 +128,10 @@ def test_with_the_cpu_kernels_not_a_bit_differs(dtype: torch.dtype) -> None:
     pair = viasd.make_pair(model, tokenizer(), drafter=perturbed(model, 0.05), layers="native")
     assert pair.target.form == "native"
     todo = [
-        {**request, "prompt": [5 + (7 * i + k) % 250 for k in range((5, 33, 64, 120)[i % 4])], "max_new_tokens": 20}
-        for i, request in enumerate(requests(len(KINDS), ignore_eos=True))
+        {**request, "prompt": [5 + (7 * i + k) % 250 for k in range((5, 33, 64, 120)[i % 4])], "max_new_tokens": 10}
+        for i, request in enumerate(requests(3 * len(KINDS), ignore_eos=True))
     ]
-    engine = Engine(pair, mask=MASK)
+    engine = Engine(pair, mask=MASK, concurrency=len(todo))  # more rows than one call of the kernels takes
     numbers = [engine.add(**request) for request in todo]
     for _ in engine.stream():
         pass
