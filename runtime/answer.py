@@ -22,6 +22,7 @@ from viasd.runtime.guard import Guard
 from viasd.runtime.metrics import Counters
 from viasd.runtime.names import MASKED
 from viasd.runtime.passes import Steps
+from viasd.runtime.readouts import FULL, SLIM, describe_readouts
 from viasd.runtime.result import Result, describe_loss
 from viasd.runtime.rounds import Ending, round_steps
 from viasd.runtime.settling import make_gate, settle
@@ -31,20 +32,34 @@ from viasd.runtime.textstream import Piece, TextStream
 from viasd.sampling import Sampler
 
 
-class Event(NamedTuple):
-    """A piece of an answer as it is made.
+class _Piece(NamedTuple):
+    text: str
+    token_ids: list[int]
+    tier: str
+    stats: Counters
+
+
+class Event(_Piece):
+    """A piece of an answer as it is made; unpacks as ``text, token_ids, tier, stats``.
 
     Attributes:
         text: Text delta; empty while a character is incomplete or a stop string may be beginning.
         token_ids: The tokens it covers.
         tier: Where the last of them came from.
         stats: The running counts (the same object throughout; it changes as the answer goes on).
+        selected_layers: Of these tokens; see `Result`.
     """
 
-    text: str
-    token_ids: list[int]
-    tier: str
-    stats: Counters
+    selected_layers: Sequence[int | None] = ()
+
+    @classmethod
+    def of(
+        cls, text: str, token_ids: list[int], tier: str, stats: Counters, selected_layers: Sequence[int | None]
+    ) -> Event:
+        """An event of all its parts."""
+        event = cls(text, token_ids, tier, stats)
+        event.selected_layers = selected_layers
+        return event
 
 
 class _Text:
@@ -77,6 +92,7 @@ class Answer:
 
     Attributes:
         tokens: Prompt and committed tokens.
+        readouts: The readout of each tier.
         room: Tokens it may have in all.
         target: The sequence's target.
         drafter: Its drafter, where there is one.
@@ -122,7 +138,20 @@ class Answer:
         self.sampler = sampler or Sampler(config.sampling, config.processors)
         slim = self.plan.strategy in ("cascade", "slim")
         route = self.mask.route if slim and self.mask is not None else None
-        self.target = TieredTarget(pair.target, route, self.counters, chunk)
+        self.readouts = self._settled.readouts
+        self.notes += describe_readouts(
+            self.readouts, pair.target.n_layers, None if route is None else len(route.layers)
+        )
+        full_readout, slim_readout = self.readouts.bind(pair, route, self.seed)
+        self.target = TieredTarget(
+            pair.target,
+            route,
+            self.counters,
+            chunk,
+            full_readout=full_readout,
+            slim_readout=slim_readout,
+            log_every=config.decoding.readout_log,
+        )
         bench = Workbench(self.target, self.sampler, draws or SeededDraws(self.seed), self.counters)
         eos = frozenset() if config.ignore_eos else pair.eos_ids
         self._text = _Text(TextStream(pair.tokenizer, () if chat else self.prompt, tuple(config.stop)))
@@ -135,6 +164,7 @@ class Answer:
         self.tokens = list(self.prompt)
         self.text = ""
         self._tiers: list[str] = []
+        self._layers: list[int | None] = []
         self.result: Result | None = None
 
     @property
@@ -150,6 +180,8 @@ class Answer:
     def take(self, emission: Emission) -> list[Event]:
         """Counts a round's outcome and turns it into events."""
         counters = self.counters
+        layers = self._chosen(emission)
+        self._layers += layers
         counters.emitted += len(emission.tokens)
         for tier in emission.tiers:
             counters.by_tier[tier] += 1
@@ -159,7 +191,8 @@ class Answer:
         events, position = [], 0
         for piece in self._text.pieces:
             end = position + piece.tokens
-            events.append(Event(piece.text, emission.tokens[position:end], emission.tiers[end - 1], counters))
+            here = slice(position, end)
+            events.append(Event.of(piece.text, emission.tokens[here], emission.tiers[end - 1], counters, layers[here]))
             self.text += piece.text
             position = end
         return events
@@ -180,7 +213,14 @@ class Answer:
         # Where it was cut short, what a stop string or a character might have needed belongs to the answer now.
         self.text += self._text.stream.finish()
         alpha = alpha_of(self.config.decoding)
-        loss = describe_loss(self.plan.mode, self.counters, self.plan.lossless, alpha, greedy=self.sampler.greedy)
+        loss = describe_loss(
+            self.plan.mode,
+            self.counters,
+            self.plan.lossless,
+            alpha,
+            greedy=self.sampler.greedy,
+            readout=self.readouts.full,
+        )
         n = len(self._tiers)
         self.result = Result(
             text=self.text,
@@ -201,6 +241,8 @@ class Answer:
             notes=[*self.notes, *([] if self.plan.lossless else [loss])],
             loss=loss,
             error=error,
+            readouts=self.readouts,
+            selected_layers=self._layers,
         )
         return self.result
 
@@ -225,6 +267,19 @@ class Answer:
         counters.seconds += seconds
         parts = counters.seconds_by_tier
         parts["loop"] = max(0.0, counters.seconds - sum(s for part, s in parts.items() if part != "loop"))
+
+    def _chosen(self, emission: Emission) -> list[int | None]:
+        """The layers that an emission's tokens were read out from; counts them."""
+        if self.readouts.full is None and self.readouts.slim is None:
+            return []
+        tier = SLIM if self.readouts.full is None else FULL
+        found = self.target.chosen(tier, len(self.prompt) + self.counters.emitted, len(emission.tokens))
+        if tier == FULL:
+            found[: emission.unseen] = [None] * emission.unseen
+        for choice in found:
+            if choice is not None:
+                self.counters.readout.emitted(choice.depth)
+        return [None if choice is None else choice.layer for choice in found]
 
     def _make_gate(self) -> Gate:
         gate, self.guard = make_gate(self._settled, self.guard, self.notes.append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -53,6 +54,8 @@ def _main(argv: list[str] | None) -> int:
         if args.preset == "paper":
             screen.note(PAPER_MEANS)
         pair = load_models(args, screen.note)
+    if args.readout_log is not None:
+        _show_log(screen)
     if lines is not None:
         from viasd.runtime.manyprompts import run_prompts
 
@@ -60,6 +63,19 @@ def _main(argv: list[str] | None) -> int:
     if prompt is None:
         return _chat(pair, args, screen)
     return _answer(pair, prompt, config, args, screen)
+
+
+def _show_log(screen: Screen) -> None:
+    """Lets the readouts' log through to standard error."""
+    from viasd.runtime.readouts import LOG
+
+    class ToScreen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            screen.say(record.getMessage(), style="dim")
+
+    LOG.addHandler(ToScreen())
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from viasd.errors import OptionError
 from viasd.runtime.gates import THETA_ACC, THETA_ESC, Thresholds
-from viasd.runtime.names import EXITING, LOSSY, MASKED, MODELESS, MODES, RULES, STRATEGIES
+from viasd.runtime.names import EXITING, LOSSY, MASKED, MODELESS, MODES, RULES, SLIM_TIERED, STRATEGIES
+from viasd.runtime.readouts import BOTH, SLIM, check_readout
 from viasd.sampling import Processor, SamplingConfig
 
 GATES = ("guarded", "ratio")
@@ -53,6 +54,16 @@ class DecodingConfig:
         exit_threshold: At least 0; from 1 on nothing exits. None is `EXIT_THRESHOLD`.
         max_pending: Most guesses that wait for the full verifier (adadecode), at least 0. None is `MAX_PENDING`.
         verify: ``off`` takes every guess untested (adadecode; an ablation, **lossy**). None is on.
+        readout: Which of the last layers a row is read out from (`viasd.confident`): ``trough`` and its kin. In the full
+            verifier that is another target. ``final``: the last one, in the slim verifier of a mask that was scored with
+            another readout. None is the last layer, and in the slim verifier what the mask was scored with.
+        readout_p: See `viasd.confident.ConfidentConfig`, with the next two and `readout_compat`.
+        backtrack_layers: Its `max_backtrack_layers`.
+        backtrack_ratio: Likewise.
+        readout_compat: Its `reference_compat`.
+        readout_tier: ``full``, ``slim`` or ``both``; None is full.
+        readout_unscored: Let the slim verifier read out otherwise than the search did that found the mask.
+        readout_log: Log what was chosen, every so many passes.
 
     Raises:
         OptionError: If a value is out of range or contradicts another.
@@ -76,6 +87,14 @@ class DecodingConfig:
     exit_threshold: float | None = None
     max_pending: int | None = None
     verify: str | None = None
+    readout: str | None = None
+    readout_p: float | None = None
+    backtrack_layers: int | None = None
+    backtrack_ratio: float | None = None
+    readout_compat: bool | None = None
+    readout_tier: str | None = None
+    readout_unscored: bool | None = None
+    readout_log: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
@@ -108,6 +127,7 @@ class DecodingConfig:
             raise OptionError(f"exit_threshold must be at least 0, but got {self.exit_threshold}")
         if self.max_pending is not None and self.max_pending < 0:
             raise OptionError(f"max_pending must be at least 0, but got {self.max_pending}")
+        check_readout(self)
         self._check_contradictions()
 
     @property
@@ -193,6 +213,10 @@ def plan(config: DecodingConfig, *, has_mask: bool) -> Plan:
         mode = "unbounded" if config.verify == "off" else _own_mode(strategy)
     if mode != "via" and (idle := _given(config, _VIA_ONLY)):
         raise OptionError(f"{idle} needs the slim verifier of via mode, but this is {strategy}, {mode}; {_MAKE_MASK}")
+    if strategy not in SLIM_TIERED and config.readout_tier in (SLIM, BOTH):
+        raise OptionError(
+            f"readout_tier {config.readout_tier} needs a slim verifier, but this is {strategy}; {_MAKE_MASK}"
+        )
     if strategy != "cascade" and config.slim_rounds is not None:
         raise OptionError(f"slim_rounds needs a slim verifier, but this is {strategy}; {_MAKE_MASK}")
     return Plan(strategy, mode, reason)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from viasd.runtime.metrics import Counters
     from viasd.runtime.result import Result
 
+# Background of a token that was read out this many layers before the last one, or more.
+SHADES = {1: "on grey23", 2: "on grey35", 4: "on grey46", 8: "on grey58"}
 STYLES = {"drafter": "green", "slim": "yellow", "full": "cyan"}
 _NAMES = {"drafter": "drafter", "slim": "slim verifier", "full": "full verifier"}
 _CELLS, _PLAIN_CELLS = ("■", "·", "▀", "▄"), ("#", ".", "a", "m")
@@ -52,6 +54,7 @@ class Screen:
         self.err = Console(file=sys.stderr, color_system=colors, highlight=False)  # type: ignore[arg-type]
         self.quiet = quiet
         self._legend_shown = False
+        self._shades_shown = False
         self._told: set[str] = set()
 
     @property
@@ -69,13 +72,20 @@ class Screen:
             self._told.add(line)
             self.say(" ".join(line.split()), style="dim")
 
-    def piece(self, text: str, tier: str) -> None:
-        """A part of an answer, as it comes."""
+    def piece(self, text: str, tier: str, depth: int = 0) -> None:
+        """A part of an answer, as it comes.
+
+        Args:
+            text: The text.
+            tier: Where it came from.
+            depth: Layers between where it was read out and the last one.
+        """
         if not text:
             return
         if self.out.is_terminal:
             text = clean(text)
-            self.out.out(text, style=STYLES.get(tier), end="", highlight=False)
+            style = f"{STYLES.get(tier, '')} {shade(depth, greys=self.out.color_system != 'standard')}".strip()
+            self.out.out(text, style=style or None, end="", highlight=False)
         else:
             self.out.file.write(text)
         self.out.file.flush()
@@ -95,6 +105,18 @@ class Screen:
             line.append(f"■ {_NAMES[tier]}  ", style=style)
         self.err.print(line, soft_wrap=True)
 
+    def shades(self) -> None:
+        """Which shade is which layer of a confident readout, the first time only."""
+        if self.quiet or self._shades_shown or not self.colored:
+            return
+        self._shades_shown = True
+        line = Text("shades: layers before the last, where a token was read out ", style="dim")
+        greys = self.out.color_system != "standard"
+        for depth in SHADES if greys else [1]:
+            more = "+" if depth == max(SHADES) or not greys else ""
+            line.append(f" {depth}{more} ", style=shade(depth, greys=greys))
+        self.err.print(line, soft_wrap=True)
+
     def mask(self, mask: LayerMask, *, always: bool = False) -> None:
         """The layers a slim verifier keeps, as a strip of cells; once, unless `always`."""
         strip = mask_strip(
@@ -106,10 +128,10 @@ class Screen:
             self.note(strip)
 
     def status(self, result: Result) -> None:
-        """What an answer cost, and what it may have lost: the latter even when quiet."""
+        """What an answer cost, and what it may have lost or what else its target was: the latter even when quiet."""
         if not self.quiet:
             self.say(status_line(result), style="dim")
-        if not result.lossless:
+        if not result.lossless or result.readouts.full is not None:
             self.say(result.loss, style="dim")
 
 
@@ -132,10 +154,14 @@ def play(answer: Stream, screen: Screen, *, show: bool = True) -> Result | None:
     shown, tier = 0, "full"
     if show:
         screen.legend()
+        if session.readouts.key:
+            screen.shades()
+    last = session.pair.target.n_layers - 1
     try:
         for event in answer:
             if show:
-                screen.piece(event.text, event.tier)
+                moved = [last - layer for layer in event.selected_layers if layer is not None]
+                screen.piece(event.text, event.tier, max(moved, default=0))
             shown, tier = shown + len(event.text), event.tier
     except KeyboardInterrupt:
         answer.close()
@@ -151,6 +177,7 @@ def status_line(result: Result) -> str:
     stats = result.stats
     speed = f"{stats.seconds:.1f} s ({result.finish_reason}), {stats.tokens_per_second:.1f} tok/s"
     early = f" | {exits(stats)}" if result.strategy in EXITING else ""
+    early += f" | {moves(stats)}" if result.readouts.key else ""
     return (
         f"{stats.emitted} tokens, {speed} | {counts(stats)} | {shares(stats)}{early} | {result.strategy} {result.mode}"
     )
@@ -175,6 +202,23 @@ def exits(stats: Counters) -> str:
         f"exits ({where}), {sum(early.refused.values())} refused, {pending:.2f} pending/cycle, "
         f"{stats.layers_per_token:.1f} layers/token"
     )
+
+
+def moves(stats: Counters) -> str:
+    """What confident readouts did: how many tokens they moved, how far, and what was read for it."""
+    moved = stats.readout
+    read = moved.read / moved.rows if moved.rows else 0.0
+    return (
+        f"{moved.moved} of {moved.tokens} moved, {moved.mean_depth:.2f} layers back on average and {moved.deepest} at most, "
+        f"{read:.2f} rows read/row"
+    )
+
+
+def shade(depth: int, *, greys: bool = True) -> str:
+    """Style of text that was read out so many layers before the last; 16 colours have no greys to tell apart."""
+    if not greys:
+        return "underline" if depth else ""
+    return next((style for least, style in reversed(SHADES.items()) if depth >= least), "")
 
 
 def shares(stats: Counters) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from viasd.intervals import clustered_interval
 from viasd.runtime.adaptive.reliability import Adaptive
+from viasd.runtime.moves import Moves
 
 TIERS = ("drafter", "slim", "full")
 PARTS = (*TIERS, "prefill", "loop")
@@ -115,6 +116,7 @@ class Counters:
         seconds_by_tier: Its parts: drafter, slim, full, prefill, and loop for what is none of them.
         audit: Audited disagreement.
         early: Exits of `adadecode`.
+        readout: What confident readouts did.
         adaptive: What Adaptive Verification left out, and how well it predicted.
     """
 
@@ -138,6 +140,7 @@ class Counters:
     seconds_by_tier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     audit: Audit = field(default_factory=Audit)
     early: EarlyExits = field(default_factory=EarlyExits)
+    readout: Moves = field(default_factory=Moves)
     adaptive: Adaptive = field(default_factory=Adaptive)
 
     @property
@@ -221,6 +224,7 @@ class Counters:
             "full_tokens_fed": self.full_tokens_fed,
             "adaptive": self.adaptive.as_json(),
             "early": {**self.early.as_json(), "layers_per_token": self.layers_per_token},
+            "readout": self.readout.as_json(),
         }
 
     def merge(self, other: Counters) -> None:
@@ -233,6 +237,7 @@ class Counters:
             self.seconds_by_tier[part] += seconds
         self.audit.blocks.extend(other.audit.blocks)
         self.early.merge(other.early)
+        self.readout.merge(other.readout)
         self.adaptive.merge(other.adaptive)
 
     def check(self) -> list[str]:
@@ -259,6 +264,11 @@ class Counters:
         guesses, waited = sum(early.exits.values()), sum(n * count for n, count in early.pending.items())
         if guesses != waited:
             found.append(f"{guesses} guesses were made at exits, but {waited} waited for the full verifier")
+        moves = self.readout
+        if not (
+            moves.moved <= moves.tokens <= self.emitted and moves.tokens <= moves.rows and moves.moved <= moves.depth
+        ):
+            found.append(f"the readout's counts contradict each other: {moves}")
         if not 0 <= self.adaptive.admitted <= self.adaptive.offered:
             found.append(
                 f"{self.adaptive.admitted} drafted tokens were admitted, but {self.adaptive.offered} were offered"

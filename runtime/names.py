@@ -11,6 +11,8 @@ STRATEGIES = ("auto", "plain", "sd", "cascade", "adadecode", *BASELINES)
 LOSSY = ("lossy", *RULES)
 #: Strategies that use a mask, `auto` where there is one.
 MASKED = ("auto", "cascade", "self-sd", "slim")
+#: Strategies with a slim verifier (`auto` where there is a mask).
+SLIM_TIERED = ("auto", "cascade", "slim")
 #: Strategies that guess at exits of the target's own.
 EXITING = ("adadecode",)
 #: Strategies that use no drafter.

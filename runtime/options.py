@@ -14,6 +14,7 @@ from viasd.errors import HeadsError, MaskError, OptionError
 from viasd.runtime.command import check_writable, is_file
 from viasd.runtime.models import Parser, add_model_options, check_exclusive, check_models, given_options, option
 from viasd.runtime.names import BASELINES, EXITING, MASKED, MODES, STRATEGIES, UNDRAFTED
+from viasd.runtime.readout_options import add_readout_options, add_readout_tiers
 
 PROG = "viasd-run"
 
@@ -30,6 +31,8 @@ what the status line counts:
                    refused
   pending          (adadecode) guesses per cycle that waited for it
   layers/token     (adadecode) passes through one layer per emitted token; plain decoding has the number of layers
+  moved            (--readout) emitted tokens whose row is not the last layer's, how many layers before it they were read
+                   out, and rows that went through the head for one row that was chosen
   disagreement     (lossy modes) of blocks that skipped the full verifier, some are checked by it all the same: the
                    summed number of tokens it would have said otherwise, with a 95 % interval per token"""
 
@@ -65,6 +68,8 @@ _DIRECT = (
         "stop",
     ),
     *("max_new_tokens", "ignore_eos", "exit_rule", "exit_threshold", "max_pending", "verify"),
+    *("readout", "readout_p", "readout_tier", "readout_compat", "readout_unscored", "readout_log"),
+    *("backtrack_layers", "backtrack_ratio"),
 )
 _LISTING = {"list_pairs", "json", "base", "no_color", "quiet"}
 # Two options of which only one can be given, and why.
@@ -82,6 +87,7 @@ _EXCLUSIVE = (
     ("preset", "alpha2", "the preset sets the thresholds"),
     ("preset", "lossless", "the preset is lossy"),
     ("preset", "max_disagreement", "the preset has no guard"),
+    ("backtrack_layers", "backtrack_ratio", "they are two ways to give one window"),
 )
 
 
@@ -163,6 +169,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify", choices=("on", "off"), help="adadecode: off takes guesses untested (an ablation; LOSSY)"
     )
     decoding.add_argument("--self-skip", type=float, metavar="X", help="layers that a self drafter skips (default 0.6)")
+
+    add_readout_options(decoding)
+    add_readout_tiers(decoding)
 
     sampling = parser.add_argument_group("sampling and length")
     sampling.add_argument("--temperature", type=float, metavar="X", help="0 (default) is greedy")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from viasd.confident import ConfidentConfig
 from viasd.runtime.metrics import Counters
+from viasd.runtime.readouts import Readouts
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Result:
         heads: Name of the light heads, or None.
         error: What ended it, where `finish_reason` is ``error``.
         loss: How far the output can differ from the target's own, in one sentence; the last note of a lossy output.
+        readouts: The tiers' readouts: with one of the full verifier, that is the target of `lossless`.
+        selected_layers: For each token the layer after which its row was read out by such a readout: the full verifier's, or
+            else the slim verifier's. None for a token that this tier did not judge; empty without a readout.
     """
 
     text: str
@@ -52,6 +57,13 @@ class Result:
     loss: str = ""
     heads: str | None = None
     error: str | None = None
+    readouts: Readouts = field(default_factory=Readouts)
+    selected_layers: list[int | None] = field(default_factory=list)
+
+    @property
+    def target(self) -> str:
+        """What `lossless` is about: the model's own readout, or a confident one."""
+        return self.readouts.target
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of ``viasd-run --json``."""
@@ -64,6 +76,8 @@ class Result:
             "strategy": self.strategy,
             "mode": self.mode,
             "lossless": self.lossless,
+            "target": self.target,
+            "slim_readout": None if self.readouts.slim is None else self.readouts.slim.describe(),
             "pair": self.pair,
             "mask": self.mask,
             "heads": self.heads,
@@ -71,13 +85,20 @@ class Result:
             "device": self.device,
             "seed": self.seed,
             "tiers": self.tiers,
+            "selected_layers": self.selected_layers,
             "stats": self.stats.as_json(),
             "notes": self.notes,
         }
 
 
 def describe_loss(
-    mode: str, counters: Counters, lossless: bool, alpha: float | None = None, *, greedy: bool = False
+    mode: str,
+    counters: Counters,
+    lossless: bool,
+    alpha: float | None = None,
+    *,
+    greedy: bool = False,
+    readout: ConfidentConfig | None = None,
 ) -> str:
     """How far an output can differ from the target's own, in one sentence; every lossy output carries it.
 
@@ -87,7 +108,11 @@ def describe_loss(
         lossless: Whether nothing lossy ran.
         alpha: The bound of bounded mode.
         greedy: Whether the temperature was 0, where bounded mode promises something else.
+        readout: The full verifier's, where it is not the model's own.
     """
+    if readout is not None:
+        said = describe_loss(mode, counters, lossless, alpha, greedy=greedy)
+        return f"{said}; the target is the {readout.describe()}, not the model's own readout"
     if lossless:
         return "lossless: same law as the target alone"
     if mode == "bounded" and greedy:

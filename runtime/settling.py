@@ -16,6 +16,7 @@ from viasd.runtime.config import plan as settle_plan
 from viasd.runtime.gates import Gate, RatioGate, Thresholds
 from viasd.runtime.guard import Guard, GuardConfig, GuardedGate
 from viasd.runtime.names import EXITING
+from viasd.runtime.readouts import Readouts, scored_with, settle_readouts
 from viasd.runtime.tiers import measure_tiers, recorded_refusal
 
 DEFAULT_MAX_DISAGREEMENT = 0.02
@@ -31,6 +32,7 @@ class Settled:
         plan: What that came to.
         mask: The mask, with the head that it ends in where it ends in one.
         heads: The light heads, where there are any.
+        readouts: The readout of each tier.
         mask_warning: Whether the mask's file gave cause for a warning.
     """
 
@@ -39,6 +41,7 @@ class Settled:
     plan: Plan
     mask: LayerMask | None
     heads: LightHeads | None
+    readouts: Readouts
     mask_warning: bool = False
 
 
@@ -60,7 +63,7 @@ def settle(
 
     Raises:
         OptionError: If options contradict each other or the pair.
-        MaskError: If the mask is not for this target.
+        MaskError: If the mask is not for this target, or was scored with another readout than is asked for.
         HeadsError: If the heads are not, or are needed and missing.
     """
     if heads is not None and (warning := heads.check(pair.target, pair.target_id)):
@@ -81,21 +84,25 @@ def settle(
             f"strategy {plan.strategy} needs light heads and none were given: add --heads FILE (viasd-fit heads "
             "trains them), or --heads lens:7,15,22 for untrained ones behind so many layers"
         )
-    return Settled(pair, config, plan, mask, heads, warned)
+    readouts = settle_readouts(config.decoding, plan, mask)
+    return Settled(pair, config, plan, mask, heads, readouts, warned)
 
 
 def _plan(pair: Pair, config: GenerationConfig, mask: LayerMask | None, note: Callable[[str], None]) -> Plan:
     decoding = config.decoding
     chosen = settle_plan(decoding, has_mask=mask is not None)
     if chosen.strategy == "cascade" and decoding.tiers == "auto" and mask is not None:
-        refusal = recorded_refusal(pair, mask, decoding)
+        readouts, greedy = settle_readouts(decoding, chosen, mask), config.sampling.greedy
+        refusal = recorded_refusal(pair, mask, decoding, readouts)
         if refusal is None:
-            report = measure_tiers(pair, mask, decoding, chosen.mode, greedy=config.sampling.greedy)
+            report = measure_tiers(pair, mask, decoding, chosen.mode, greedy=greedy, readouts=readouts)
             refusal = None if report.keeps_slim else report.sentence()
             if report.keeps_slim:
                 note(report.sentence())
         if refusal is not None:
             note(refusal)
+            if readouts.slim is not None:
+                note("the slim verifier's readout is left out with it")
             mode = "lossless" if chosen.mode == "via" else chosen.mode
             return replace(chosen, strategy="sd", mode=mode)
     if chosen.reason:
@@ -146,10 +153,11 @@ def _guard_start(settled: Settled, note: Callable[[str], None]) -> Mapping[str, 
         and mask.pair == pair.name
         and (pair.drafter_kind != "self" or config.decoding.self_skip == SELF_SKIP)
         and not settled.mask_warning
+        and settled.readouts == Readouts(None, scored_with(mask))
     )
     if not fitting:
         note(
             "the guard starts without the mask's coefficients, which were fitted for another pair, temperature, "
-            "thresholds or self_skip; until it has learnt, every token is checked"
+            "thresholds, readout or self_skip; until it has learnt, every token is checked"
         )
     return start if fitting else None

@@ -14,7 +14,9 @@ from viasd.errors import OptionError
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.runtime.metrics import Counters
-from viasd.runtime.packed import full_done, full_states, read_out, slim_done, slim_states
+from viasd.runtime.packed import Share, States, full_done, full_states, read_out, slim_done, slim_states
+from viasd.runtime.readouts import FULL, SLIM, ReadoutLog
+from viasd.selecting import Chosen, ConfidentReadout, Unread, read_together
 
 # A prompt is run in pieces of this many tokens, so that activations stay small however long it is.
 PREFILL_CHUNK = 1024
@@ -70,6 +72,14 @@ class Stopwatch(AbstractContextManager[None]):
         self._seconds[self._tier] += time.perf_counter() - self._start
 
 
+class Choice(NamedTuple):
+    """Where a row was read out; see `viasd.selecting.Chosen`."""
+
+    layer: int
+    depth: int
+    margin: float
+
+
 class TieredTarget:
     """One sequence in one target: the full path, and the slim path over the same weights, embedding, head and cache.
 
@@ -78,14 +88,38 @@ class TieredTarget:
         route: Layers the slim path runs, or None where there is no slim tier.
         counters: Where calls, tokens fed and seconds are added up.
         chunk: Tokens of a prompt that are run at a time; None is what suits the device.
+        full_readout: Chooses the rows of the full path; None takes the last layer's.
+        slim_readout: The same of the slim path.
+        log_every: Passes from one line of the readouts' log to the next; None logs nothing.
+
+    Attributes:
+        choices: By tier (``full``, ``slim``) and position, where its row was read out; empty for a tier without a readout
+            of its own. After `settle` these are the rows that committed tokens were decided by.
     """
 
-    def __init__(self, model: LayeredModel, route: Route | None, counters: Counters, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LayeredModel,
+        route: Route | None,
+        counters: Counters,
+        chunk: int | None = None,
+        *,
+        full_readout: ConfidentReadout | None = None,
+        slim_readout: ConfidentReadout | None = None,
+        log_every: int | None = None,
+    ) -> None:
         self.model = model
         self.route = route
         self.kv = model.new_kv()
         self.counters = counters
         self.chunk = chunk or prefill_chunk(model.device)
+        self.readouts = {FULL: full_readout, SLIM: slim_readout}
+        self.choices: dict[str, dict[int, Choice]] = {FULL: {}, SLIM: {}}
+        self._logs = {} if log_every is None else {tier: ReadoutLog(log_every, tier) for tier in self.readouts}
+        # Of the states that the full readout looks at, those that lie in the shared prefix: the slim path computes them, and
+        # a full pass that goes on from the boundary does not.
+        shared = () if route is None or full_readout is None else full_readout.capture
+        self._beside = tuple(i for i in shared if route is not None and i < route.first_gap)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Runs the full path over a prompt in pieces, without reading out any of it."""
@@ -109,7 +143,33 @@ class TieredTarget:
 
     def settle(self, tokens: Sequence[int]) -> None:
         """See `Target`."""
-        self.kv.roll_back(len(tokens) - 1)
+        end = len(tokens) - 1
+        self.kv.roll_back(end)
+        for choices in self.choices.values():
+            while choices and next(reversed(choices)) >= end:  # they were made in order
+                choices.popitem()
+
+    def chosen(self, tier: str, first: int, tokens: int) -> list[Choice | None]:
+        """Where the rows were read out that decided so many tokens from position `first` on; None where there was none."""
+        choices = self.choices[tier]
+        return [choices.get(first + i - 1) for i in range(tokens)]
+
+    def share(self, tier: str, tokens: Sequence[int], rows: int) -> Share:
+        """What it has in a pass of a tier; a piece of a prompt (no rows) captures nothing."""
+        readout = self.readouts[tier]
+        return Share(self.kv, tokens, () if readout is None or not rows else readout.capture, self._beside)
+
+    def note(self, tier: str, chosen: Chosen, start: int) -> None:
+        """Takes down where rows from position `start` on were read out."""
+        readout = self.readouts[tier]
+        if readout is None or not chosen.layers:
+            return
+        found = zip(chosen.layers, chosen.depths, chosen.margins, strict=True)
+        self.choices[tier].update((start + i, Choice(*choice)) for i, choice in enumerate(found))
+        self.counters.readout.rows += len(chosen.layers)
+        self.counters.readout.read += chosen.read
+        if tier in self._logs:
+            self._logs[tier].add(readout, chosen)
 
     def _timed(self, tier: str) -> Stopwatch:
         return Stopwatch(self.counters.seconds_by_tier, tier, self.model.device)
@@ -137,14 +197,16 @@ def run_full(wanted: Sequence[Wanted]) -> list[Tensor]:
     """
     model = wanted[0].target.model
     route = next((target.route for target, _, _ in wanted if target.route is not None), None)
-    sequences = [(target.kv, tokens) for target, tokens, _ in wanted]
-    fed = [len(tokens) - min(kv.full_len, len(tokens)) for kv, tokens in sequences]
-    hidden = full_states(model, route, sequences)
-    logits = read_out(model, None, hidden, [rows for _, _, rows in wanted])
-    full_done(sequences)
+    shares = [target.share(FULL, tokens, rows) for target, tokens, rows in wanted]
+    fed = [len(tokens) - min(target.kv.full_len, len(tokens)) for target, tokens, _ in wanted]
+    ended = full_states(model, route, shares)
+    logits, choices = _read(FULL, None, wanted, ended)
+    full_done(shares)
     for (target, _, rows), n in zip(wanted, fed, strict=True):
         target.counters.full_calls += rows > 0
         target.counters.full_tokens_fed += n
+    if choices:
+        _note(FULL, wanted, choices)
     return logits
 
 
@@ -153,12 +215,39 @@ def run_slim(wanted: Sequence[Wanted]) -> list[Tensor]:
     first = wanted[0].target
     if first.route is None:
         raise OptionError("a slim verifier needs a mask, but none was given; use --mask even:0.45 or a mask file")
-    sequences = [(target.kv, tokens) for target, tokens, _ in wanted]
-    fed = [len(tokens) - kv.slim_len for kv, tokens in sequences]
-    hidden, boundaries = slim_states(first.model, first.route, sequences)
-    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted])
-    slim_done(sequences, boundaries)
+    shares = [target.share(SLIM, tokens, rows) for target, tokens, rows in wanted]
+    fed = [len(tokens) - target.kv.slim_len for target, tokens, _ in wanted]
+    ended, boundaries = slim_states(first.model, first.route, shares)
+    logits, choices = _read(SLIM, first.route, wanted, ended)
+    slim_done(shares, boundaries)
     for (target, _, _), n in zip(wanted, fed, strict=True):
         target.counters.slim_calls += 1
         target.counters.slim_tokens_fed += n
+    if choices:
+        _note(SLIM, wanted, choices)
     return logits
+
+
+def _read(
+    tier: str, route: Route | None, wanted: Sequence[Wanted], ended: Sequence[States]
+) -> tuple[list[Tensor], list[Chosen]]:
+    """Raw logits ``[rows, V]`` of each sequence, and where they were read out if any sequence has a readout of its own."""
+    model, rows = wanted[0].target.model, [rows for _, _, rows in wanted]
+    readouts = [target.readouts[tier] if n else None for target, _, n in wanted]
+    if all(readout is None for readout in readouts):
+        return read_out(model, route, [states.hidden for states in ended], rows), []
+    unread = [
+        Unread(readout, _last(states.hidden, n), {i: _last(h, n) for i, h in states.captured.items()}, len(tokens) - n)
+        for readout, (_, tokens, n), states in zip(readouts, wanted, ended, strict=True)
+    ]
+    chosen = read_together(model, unread, steady=True)
+    return [rows.logits for rows in chosen], chosen
+
+
+def _note(tier: str, wanted: Sequence[Wanted], choices: Sequence[Chosen]) -> None:
+    for (target, tokens, rows), chosen in zip(wanted, choices, strict=True):
+        target.note(tier, chosen, len(tokens) - rows)
+
+
+def _last(states: Tensor, rows: int) -> Tensor:
+    return states[:, states.shape[1] - rows :]

@@ -24,7 +24,9 @@ from viasd.runtime.costs import cost_table, models_said
 from viasd.runtime.drafters import LookupDrafter
 from viasd.runtime.gates import Decision
 from viasd.runtime.metrics import Counters
+from viasd.runtime.readouts import Readouts, scored_with
 from viasd.runtime.target import TieredTarget
+from viasd.selecting import ConfidentReadout
 
 # Short texts whose continuations the target writes itself; the second invites repetition, so that lookup has a say.
 _PROMPTS = (
@@ -34,6 +36,8 @@ _PROMPTS = (
 _TOKENS = 32  # written per prompt
 _FLOOR = -50.0
 _CONTEXT = 64  # about where those texts end
+_SEED = 0
+_NO_READOUTS = Readouts()
 _STAGES = ("drafter_full", "drafter_slim", "slim_full")
 
 
@@ -72,7 +76,9 @@ class TierReport:
         )
 
 
-def recorded_refusal(pair: Pair, mask: LayerMask, config: DecodingConfig) -> str | None:
+def recorded_refusal(
+    pair: Pair, mask: LayerMask, config: DecodingConfig, readouts: Readouts = _NO_READOUTS
+) -> str | None:
     """Why the slim tier is left out without measuring anything, or None where it has to be measured.
 
     Delta compares distances between laws, which do not depend on the machine. Where the search found it for this very
@@ -83,6 +89,7 @@ def recorded_refusal(pair: Pair, mask: LayerMask, config: DecodingConfig) -> str
     if not isinstance(delta, int | float) or delta > 0 or mask.target is None:
         return None
     known = mask.pair == pair.name and mask.details.get("gamma") == config.gamma
+    known = known and readouts == Readouts(None, scored_with(mask))
     known = known and (pair.drafter_kind != "self" or config.self_skip == SELF_SKIP)
     if not known or ModelIdentity.of(pair.target, mask.target.id) != mask.target:
         return None
@@ -93,19 +100,25 @@ def recorded_refusal(pair: Pair, mask: LayerMask, config: DecodingConfig) -> str
 
 
 def measure_tiers(
-    pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, *, greedy: bool = False
+    pair: Pair,
+    mask: LayerMask,
+    config: DecodingConfig,
+    mode: str,
+    *,
+    greedy: bool = False,
+    readouts: Readouts = _NO_READOUTS,
 ) -> TierReport:
     """Measures once per machine, pair, mask and settings, and remembers it in the cache folder.
 
     The target writes a little text of its own; rows of drafter and slim verifier are compared with its rows there, as the
     runtime would see them (the slim path reads the full path's keys below each block). Times are medians on this machine.
     Acceptance is that of temperature 0 (`greedy`) or of temperature 1; a guard's own escalations are not in it, since what
-    it will learn is not known beforehand.
+    it will learn is not known beforehand. With confident readouts the rows are theirs; what these cost is not in the times.
     """
-    key = (mask.route, _stitched(mask), config.gamma, mode, config.thresholds, config.self_skip, greedy)
+    key = (mask.route, _stitched(mask), config.gamma, mode, config.thresholds, config.self_skip, greedy, readouts)
     if key not in pair.measured:
         with torch.inference_mode():
-            pair.measured[key] = _measure(pair, mask, config, mode, greedy)
+            pair.measured[key] = _measure(pair, mask, config, mode, greedy, readouts)
     report: TierReport = pair.measured[key]
     return report
 
@@ -134,7 +147,9 @@ class _Acceptance:
         return cls(rejection, delta, float(data["proposed"]), [Decision(d).value for d in data["decisions"]])
 
 
-def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, greedy: bool) -> TierReport:
+def _measure(
+    pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, greedy: bool, readouts: Readouts
+) -> TierReport:
     gamma, thresholds = config.gamma, thresholds_of(config)
     said = {
         **models_said(pair),
@@ -143,8 +158,11 @@ def _measure(pair: Pair, mask: LayerMask, config: DecodingConfig, mode: str, gre
         "thresholds": [thresholds.accept, thresholds.escalate],
         "self_skip": config.self_skip,
         "greedy": greedy,
+        **({"readouts": readouts.key} if readouts.key else {}),
     }
-    found = remembered("tiers", said, lambda: _accepted(pair, mask, config, greedy), asdict, _Acceptance.parse)
+    found = remembered(
+        "tiers", said, lambda: _accepted(pair, mask, config, greedy, readouts), asdict, _Acceptance.parse
+    )
     seconds = time_passes(pair, mask.route, _CONTEXT, config)
     decisions = [Decision(value) for value in found.decisions]
     speculative = {
@@ -166,17 +184,18 @@ def _stitched(mask: LayerMask) -> str | None:
     return None if mask.stitches is None else mask.stitches.sha256
 
 
-def _accepted(pair: Pair, mask: LayerMask, config: DecodingConfig, greedy: bool) -> _Acceptance:
+def _accepted(pair: Pair, mask: LayerMask, config: DecodingConfig, greedy: bool, readouts: Readouts) -> _Acceptance:
+    full_readout, slim_readout = readouts.bind(pair, mask.route, _SEED)
     gamma, thresholds = config.gamma, thresholds_of(config)
     stages: dict[str, list[Tensor]] = {name: [] for name in _STAGES}
     costs: dict[str, list[Tensor]] = {name: [] for name in _STAGES}
     decisions: list[str] = []
     written = proposed = 0
     for prompt in _PROMPTS:
-        tokens, first, q = _write(pair, pair.encode(prompt))
+        tokens, first, q = _write(pair, pair.encode(prompt), full_readout)
         # On the CPU from here on: the drafter, or a part of the target, may sit on another device.
         q = q.cpu()
-        slim = _block_rows(pair, mask.route, tokens, first, gamma + 1).cpu()
+        slim = _block_rows(pair, mask.route, tokens, first, gamma + 1, slim_readout).cpu()
         written += len(q)
         pairs = [("slim_full", slim, q)]
         proposals = _proposal_rows(pair, mask.route, tokens, first, gamma, config)
@@ -223,9 +242,9 @@ def _cascade_seconds(
     return (gamma * seconds["drafter"] + seconds["slim"] + seconds["escalation"]) / emitted
 
 
-def _write(pair: Pair, prompt: list[int]) -> tuple[list[int], int, Tensor]:
+def _write(pair: Pair, prompt: list[int], readout: ConfidentReadout | None = None) -> tuple[list[int], int, Tensor]:
     """Greedy text of the target: all tokens, where its own begin, and q's log-probs ``[n, V]`` of the written ones."""
-    target = TieredTarget(pair.target, None, Counters())
+    target = TieredTarget(pair.target, None, Counters(), full_readout=readout)
     tokens = list(prompt)
     rows = []
     for _ in range(min(_TOKENS, pair.target.context_length - len(prompt) - 1)):
@@ -235,9 +254,16 @@ def _write(pair: Pair, prompt: list[int]) -> tuple[list[int], int, Tensor]:
     return tokens, len(prompt), torch.cat(rows)
 
 
-def _block_rows(pair: Pair, route: Route, tokens: list[int], first: int, block: int) -> Tensor:
+def _block_rows(
+    pair: Pair,
+    route: Route,
+    tokens: list[int],
+    first: int,
+    block: int,
+    readout: ConfidentReadout | None = None,
+) -> Tensor:
     """Log-probs ``[n, V]`` of a route for the tokens from `first` on, in blocks above the full path's keys."""
-    target = TieredTarget(pair.target, route, Counters())
+    target = TieredTarget(pair.target, route, Counters(), slim_readout=readout)
     rows = []
     for start in range(first, len(tokens), block):
         end = min(start + block, len(tokens))

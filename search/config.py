@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from viasd.confident import ConfidentConfig
 from viasd.errors import OptionError
 
 COST, TIME, PARETO = "cost", "time", "pareto"
@@ -47,6 +48,11 @@ class SearchConfig:
             layers before it; None reports none.
         stitch: Fit stitches to the best masks and take the one that is best with them: on the text of a corpus file, or on
             the searching half (``calibration``); None leaves masks as they are.
+        readout: Which of the last layers it runs the slim verifier is read out from (`viasd.confident`), the last one for
+            None; goes into the mask file, and decoding does the same.
+        backtrack_layers: Its window.
+        backtrack_ratio: Likewise.
+        readout_compat: Windows as the authors' code counts them.
 
     Raises:
         OptionError: If a value is out of range or contradicts another.
@@ -73,6 +79,10 @@ class SearchConfig:
     controls: int | None = None
     heads: str | None = None
     stitch: str | None = None
+    readout: str | None = None
+    backtrack_layers: int | None = None
+    backtrack_ratio: float | None = None
+    readout_compat: bool = False
 
     def __post_init__(self) -> None:
         if self.skip is not None and not 0 < self.skip < 1:
@@ -110,6 +120,15 @@ class SearchConfig:
                 raise OptionError(
                     f"prompts must be an even number (half of them for each half), but got {self.prompts}"
                 )
+        if self.readout is None and (self.backtrack_layers, self.backtrack_ratio) != (None, None):
+            raise OptionError("backtrack_layers and backtrack_ratio are windows of a readout; add --readout trough")
+        if self.readout is None and self.readout_compat:
+            raise OptionError("readout_compat is about the window of a readout; add --readout trough")
+        if self.confident is not None and self.goal != COST:
+            raise OptionError(
+                f"objective {self.goal} predicts times, and what a confident readout takes is not known to it; use "
+                "--objective cost with --readout"
+            )
         if self.study is not None and not self.study.strip():
             raise OptionError("the study's name is empty; give it some text or leave it out")
 
@@ -123,6 +142,18 @@ class SearchConfig:
     def goal(self) -> str:
         """The objective."""
         return self.objective or (TIME if self.skip_range is not None else COST)
+
+    @property
+    def confident(self) -> ConfidentConfig | None:
+        """The slim verifier's readout, None for the last layer's."""
+        if self.readout is None:
+            return None
+        return ConfidentConfig(
+            self.readout,
+            max_backtrack_layers=self.backtrack_layers,
+            backtrack_ratio=self.backtrack_ratio or 0.0,
+            reference_compat=self.readout_compat,
+        )
 
     @property
     def warning(self) -> str | None:

@@ -16,6 +16,7 @@ import viasd
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.assembly import headed
+from viasd.runtime.readouts import recorded
 from viasd.search.calibration import Calibration, Passage
 from viasd.search.config import COST, SearchConfig
 from viasd.search.objective import Evaluation, Figures, Objective, rank, sound
@@ -76,6 +77,7 @@ def scorer_of(pair: Pair, config: SearchConfig, passages: Sequence[Passage], *, 
         alpha=config.alpha,
         beta=config.beta,
         private_kv=config.private_kv if private is None else private,
+        readout=config.confident,
     )
 
 
@@ -128,7 +130,7 @@ def details_of(
             if times is not None:
                 more["two_tiers"] = reporter.two_tiers(mask.route)
             more |= prefixes_of(pair, config, reporter.scorer)
-            tier = tier_of(pair, config.gamma, mask)
+            tier = tier_of(pair, config.gamma, mask, config.confident)
             seen, unseen = objective.scorer, reporter.scorer
             if config.private_kv:  # decoding shares the cache, and so does the guard
                 seen, unseen = (scorer_of(pair, config, half, private=False) for half in (text.search, text.report))
@@ -143,6 +145,7 @@ def details_of(
         # The figures to go by: of text that the search did not see, where there was time for it.
         **(reported.get(found.best) or found.known[found.best]),
         **_with_stitches(more),
+        **recorded(config.confident),
         "objective": config.goal,
         "search": found.known[found.best],
         "report": reported.get(found.best),

@@ -172,7 +172,7 @@ class _TeacherForced:
 
     def __init__(self, pair: Pair, scorer: Scorer, route: Route) -> None:
         self._drafter = pair.drafter
-        self._own = scorer.blocks(route.thinned(SELF_SKIP)) if pair.drafter_kind == "self" else None
+        self._own = scorer.blocks(route.thinned(SELF_SKIP), own=True) if pair.drafter_kind == "self" else None
         self._tokens: tuple[int, ...] | None = None
         self._lookup = LookupDrafter(Counters())
         self._states: Tensor | None = None

@@ -6,8 +6,10 @@ import argparse
 from dataclasses import fields
 
 import viasd
+from viasd.confident import METHODS
 from viasd.runtime.command import check_writable
 from viasd.runtime.models import Parser, add_model_options, check_models
+from viasd.runtime.readout_options import add_readout_options
 from viasd.search.config import OBJECTIVES, SKIP_RATIO, TAU, TRIALS, SearchConfig
 
 PROG = "viasd-search"
@@ -105,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="also report the layers before each of these light heads as a slim verifier: a file of viasd-fit heads, or "
         "lens:E,E,...",
     )
+    add_readout_options(cost, METHODS)
     where = parser.add_argument_group("study and output")
     where.add_argument(
         "--storage", metavar="URL", help="journal:///path/file.log or any Optuna URL (default: a file in the cache)"

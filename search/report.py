@@ -7,6 +7,7 @@ from typing import Any
 
 from viasd.mask import LayerMask
 from viasd.runtime.display import mask_cells, mask_strip
+from viasd.runtime.readouts import scored_with
 from viasd.search.config import COST
 from viasd.search.front import front_masks, skipped_layers
 from viasd.search.objective import SECONDS, SLIM
@@ -58,6 +59,8 @@ def mask_lines(mask: LayerMask, *, unicode: bool = True) -> list[str]:
     if "search" in details or "controls" in details:
         lines += ["", *_table(details), ""]
         lines.append(random_verdict(details))
+    if (readout := scored_with(mask)) is not None:
+        lines.append(f"slim verifier read out as a {readout.describe()}")
     if mask.stitches is not None:
         lines.append(stitch_line(mask))
     if (stitched := details.get("stitched")) is not None:

@@ -79,6 +79,11 @@ def _search_mask(pair: Pair, config: SearchConfig, tell: Tell) -> SearchOutcome:
     space = _space(pair, config)
     if config.heads is not None:  # before anything is scored: the layers before them are reported at the end
         resolve_heads(config.heads, pair.name).check(pair.target, pair.target_id)
+    if config.confident is not None and config.confident.fixed is not None:
+        # Whatever a mask skips, the fixed layer must be in the window: least so where it keeps what lies at the end.
+        n = space.n_layers
+        kept = n - space.sizes[-1] // (2 if space.sublayers else 1)
+        config.confident.fixed_depth([0, *range(n - kept + 1, n)], n)
     sampler = DimrSampler(space, config.trials, len(VALUES[config.goal]))
     text = None if config.calibration == "self" else file_calibration(pair, config.calibration, config.tau)
     setup = _setup(pair, config, space, text)
@@ -190,6 +195,7 @@ def _setup(pair: Pair, config: SearchConfig, space: SearchSpace, text: Calibrati
         "beta": config.beta,
         "tau": config.tau,
         "kv": "private" if config.private_kv else "shared",
+        **({} if config.confident is None else {"readout": config.confident.as_json()}),
         "calibration": calibration,
     }
 

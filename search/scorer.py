@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from viasd.attention import Segment, Step
+from viasd.confident import ConfidentConfig
 from viasd.divergences import stage_figures
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.search.calibration import Passage
+from viasd.search.states import States
+from viasd.selecting import ConfidentReadout
 
 #: Positions whose rows over the vocabulary exist in fp32 at one time.
 ROWS = 64
@@ -176,6 +179,8 @@ class Scorer:
         beta: Likewise.
         private_kv: Let the slim path read only its own keys, from the first token on (for comparison; the runtime
             shares).
+        readout: Chooses the rows of the slim path, as decoding then does; None takes those of its last layer. A route that
+            ends in a light head keeps that.
     """
 
     def __init__(
@@ -187,11 +192,13 @@ class Scorer:
         alpha: float = 0.5,
         beta: float = 0.5,
         private_kv: bool = False,
+        readout: ConfidentConfig | None = None,
     ) -> None:
         self.model = model
         self.block = block
         self.alpha, self.beta = alpha, beta
         self.private_kv = private_kv
+        self.readout = readout
         self.layers_run = 0  # layer passes over a group, for the report on what reuse saves
         self.layers_saved = 0
         self.groups_run = 0
@@ -252,12 +259,12 @@ class Scorer:
         score: Score | None = None
         with torch.inference_mode():
             for number, group in enumerate(self._groups):
-                final = self._run(group, route)
+                states = self._run(group, route)
                 self.groups_run += 1
                 at = 0
-                for chunk in final.split(ROWS, dim=1):
-                    n = chunk.shape[1]
-                    logits = (route.readout or self.model.readout)(chunk)
+                for start in range(0, states.rows, ROWS):
+                    logits = states.logits(start, ROWS)
+                    n = logits.shape[0]
                     rows = self._rows[number][at : at + n]
                     figures.append(stage_figures(logits, rows, self.alpha, self.beta).double().cpu())
                     best.append(logits.argmax(dim=-1))
@@ -274,22 +281,27 @@ class Scorer:
         return score
 
     def answers(self, route: Route) -> Tensor:
-        """A route's argmax at every scored position."""
+        """A route's argmax at every scored position, by its last layer: what a self drafter would say."""
         found = []
-        readout = route.readout or self.model.readout
         with torch.inference_mode():
             for group in self._groups:
-                found += [readout(c).argmax(dim=-1) for c in self._run(group, route).split(ROWS, dim=1)]
+                states = self._run(group, route, own=True)
+                found += [states.logits(start, ROWS).argmax(dim=-1) for start in range(0, states.rows, ROWS)]
         return torch.cat(found)
 
-    def blocks(self, route: Route) -> Iterator[Block]:
-        """A route's rows, block by block, beside what q says there. Call it in inference mode."""
+    def blocks(self, route: Route, *, own: bool = False) -> Iterator[Block]:
+        """A route's rows, block by block, beside what q says there. Call it in inference mode.
+
+        Args:
+            route: Layers that run.
+            own: Take the rows of its last layer whatever the readout: what a self drafter would say.
+        """
         for number, group in enumerate(self._groups):
             at = 0
             for passage in group:
-                final = self._run([passage], route)
+                states = self._run([passage], route, own=own)
                 for start in range(0, passage.length, self.block):
-                    logits = (route.readout or self.model.readout)(final[:, start : start + self.block])
+                    logits = states.logits(start, self.block)
                     best = self._best[number][at + start : at + start + logits.shape[0]]
                     yield Block(passage.tokens, passage.start + start, logits, best.tolist())
                 at += passage.length
@@ -304,25 +316,39 @@ class Scorer:
         hidden.append(final[:, passage.first - 1 :].clone())
         return _Prepared(kv, passage.first - 1, passage.scored, len(tokens), hidden, tokens)
 
-    def _run(self, group: Sequence[_Prepared], route: Route) -> Tensor:
-        """Hidden states ``[1, N, d]`` after the route's last layer, at the scored positions of a group."""
+    def _run(self, group: Sequence[_Prepared], route: Route, *, own: bool = False) -> States:
+        """What a route says at the scored positions of a group; `own` takes its last layer whatever the readout."""
+        readout = None
+        if self.readout is not None and route.readout is None and not own:
+            readout = ConfidentReadout(self.model, self.readout, route.layers, stitches=route.stitches)
+        plain = route.readout or self.model.readout
+        capture = () if readout is None else readout.capture
         first = route.first_gap
+        # States before the first gap are the full path's, whatever the route.
+        known = [i for i in capture if i <= first]
+        captured = {i: torch.cat([p.hidden[i][:, -p.length :] for p in group], dim=1) for i in known}
         if first == self.model.n_layers:
-            return torch.cat([p.hidden[-1] for p in group], dim=1)
+            return States(torch.cat([p.hidden[-1] for p in group], dim=1), captured, readout, plain)
         layers = [i for i in route.layers if i >= first]
         self.layers_run += len(layers)
         self.layers_saved += len(route.layers) - len(layers)
         if self.private_kv:
-            return torch.cat([self._run_private(p, layers, first, route) for p in group], dim=1)
-        hidden = torch.cat([p.hidden[first] for p in group], dim=1)
-        step = BlockStep(group, self.block, self.model.device, self.model.kernel)
-        return self.model.run(hidden, layers, step, parts=route.parts, stitches=route.stitches)[0]
+            parts = [self._run_private(p, layers, first, route, capture) for p in group]
+            final = torch.cat([last for last, _ in parts], dim=1)
+            found = {i: torch.cat([more[i] for _, more in parts], dim=1) for i in capture if i not in captured}
+        else:
+            hidden = torch.cat([p.hidden[first] for p in group], dim=1)
+            step = BlockStep(group, self.block, self.model.device, self.model.kernel)
+            final, found = self.model.run(hidden, layers, step, capture, route.parts, route.stitches)
+        return States(final, {**found, **captured}, readout, plain)
 
-    def _run_private(self, passage: _Prepared, layers: Sequence[int], first: int, route: Route) -> Tensor:
+    def _run_private(
+        self, passage: _Prepared, layers: Sequence[int], first: int, route: Route, capture: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         kv = self.model.new_kv()
         step = self.model.step([Segment(kv, 0, passage.end)])
-        final, _ = self.model.run(passage.hidden[first], layers, step, parts=route.parts, stitches=route.stitches)
-        return final[:, passage.start :]
+        final, found = self.model.run(passage.hidden[first], layers, step, capture, route.parts, route.stitches)
+        return final[:, passage.start :], {i: hidden[:, passage.start :] for i, hidden in found.items()}
 
 
 def _score(figures: list[Tensor], same: list[Tensor], best: list[Tensor], ratios: list[Tensor]) -> Score:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from viasd.confident import ConfidentConfig
 from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.runtime.config import DecodingConfig
 from viasd.runtime.guard import GuardConfig
+from viasd.runtime.readouts import Readouts
 from viasd.runtime.tiers import measure_tiers
 from viasd.search import guardfit
 from viasd.search.scorer import Scorer
@@ -17,9 +19,16 @@ from viasd.search.scorer import Scorer
 _MODE = "via"  # the mode that masks are for
 
 
-def tier_of(pair: Pair, gamma: int, mask: LayerMask) -> dict[str, Any]:
-    """Delta and predicted times of three tiers, for a mask file."""
-    report = measure_tiers(pair, mask, DecodingConfig(gamma=gamma), _MODE)
+def tier_of(pair: Pair, gamma: int, mask: LayerMask, readout: ConfidentConfig | None = None) -> dict[str, Any]:
+    """Delta and predicted times of three tiers, for a mask file.
+
+    Args:
+        pair: The pair.
+        gamma: Drafted tokens a block.
+        mask: The mask.
+        readout: Of its slim verifier; None is the last layer's.
+    """
+    report = measure_tiers(pair, mask, DecodingConfig(gamma=gamma), _MODE, readouts=Readouts(None, readout))
     return {
         "mode": _MODE,
         "delta": report.delta,

@@ -23,7 +23,7 @@ from viasd.compiled import BACKEND, BUCKETS, Backend, CompiledSteps
 from viasd.decoder import check_layers, find_decoder, layer_types_of
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.forms import ModelProducts, layer_forms
-from viasd.kernels.native import NativeInt4, NativeLayer, run_layers
+from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, run_layers
 from viasd.kv import SequenceKV
 from viasd.lean import obstacle
 from viasd.readout import Readout
@@ -239,6 +239,13 @@ class LayeredModel:
             done = self._compiled.run(hidden, layers, step, tuple(capture), parts or {}, stitches or {})
             if done is not None:
                 return done
+        if len(step.segments) > 1 and self._native and len(pieces := self._pieces(hidden, step)) > 1:
+            # Whether the kernels run a sequence's tokens must not depend on how many another one has.
+            layers, capture = tuple(layers), tuple(capture)
+            ran = [self.run(hidden[:, rows], layers, piece, capture, parts, stitches) for rows, piece in pieces]
+            return torch.cat([states for states, _ in ran], dim=1), {
+                index: torch.cat([states[index] for _, states in ran], dim=1) for index in ran[0][1]
+            }
         wanted = set(capture)
         captured: dict[int, Tensor] = {}
         embeddings: dict[str, tuple[Tensor, Tensor]] = {}
@@ -281,6 +288,11 @@ class LayeredModel:
         if self.n_layers in wanted:
             captured[self.n_layers] = hidden
         return (stitches[self.n_layers](hidden) if stitches and self.n_layers in stitches else hidden), captured
+
+    def _pieces(self, hidden: Tensor, step: Step) -> list[tuple[slice, Step]]:
+        """A packed pass in parts of which the kernels run all or nothing."""
+        mixed = type(step) is Step and hidden.shape[1] > MOST_TOKENS
+        return step.pieces(MOST_TOKENS) if mixed else []
 
     def _groups(
         self, layers: Iterable[int], begins: AbstractSet[int], alone: AbstractSet[int], hidden: Tensor, step: Step

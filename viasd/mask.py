@@ -250,7 +250,7 @@ class LayerMask:
 
 
 # Entries that a search writes as objects; its readers rely on that.
-_OBJECTS = ("controls", "tier", "guard", "guard_reliability", "calibration", "versions")
+_OBJECTS = ("controls", "tier", "guard", "guard_reliability", "calibration", "versions", "readout")
 
 
 def _check_details(data: dict[str, Any], name: str) -> None:

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plain_against_generate(pair: Pair, repeats: int, tokens: int) -> dict[str, Any]:
     """Tokens/s of strategies plain and sd and of transformers' greedy `generate`, with the same model object."""
     ids = pair.encode([{"role": "user", "content": _QUESTION}] if pair.is_chat else _QUESTION)
-    times = _interleaved(
+    times = interleaved(
         {
             "generate": lambda: _transformers(pair, ids, tokens),
             "plain": lambda: generate(pair, ids, mask=None, strategy="plain", max_new_tokens=tokens, ignore_eos=True),
@@ -95,9 +95,9 @@ def plain_against_generate(pair: Pair, repeats: int, tokens: int) -> dict[str, A
     )
     speed = {name: [tokens / t for t in taken] for name, taken in times.items()}
     return {
-        "tokens_per_second": {name: _spread(values) for name, values in speed.items()},
-        **_ratio("plain over generate", _median(times["generate"]) / _median(times["plain"])),
-        "sd over plain": round(_median(times["plain"]) / _median(times["sd"]), 3),
+        "tokens_per_second": {name: spread(values) for name, values in speed.items()},
+        **_ratio("plain over generate", median(times["generate"]) / median(times["plain"])),
+        "sd over plain": round(median(times["plain"]) / median(times["sd"]), 3),
         "question": _QUESTION,
     }
 
@@ -125,7 +125,7 @@ def loop_overhead(vocabulary: int, repeats: int, n_rounds: int = 200) -> dict[st
                     pass
             if repeat:
                 taken.append((time.perf_counter() - start) / n_rounds * 1e3)
-        report[name] = _spread(taken)
+        report[name] = spread(taken)
     return {"ms_per_round": report, "note": "gamma 5; the argmax over the vocabulary of every row is included"}
 
 
@@ -179,14 +179,14 @@ def pass_costs(pair: Pair, repeats: int, context: int = 128, skip: float = 0.45)
         model.run(model.embed(ids[:context]), routes["full"], model.step([Segment(kv, 0, context)]))
         hf(torch.tensor([ids[:context]], device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
         jobs = {f"{name} {n}": partial(run, layers, n) for name, layers in routes.items() for n in _PASSES}
-        times = _interleaved(jobs | {f"transformers {n}": partial(theirs, n) for n in _PASSES}, max(repeats, 15))
-    median = {name: _median(taken) for name, taken in times.items()}
+        times = interleaved(jobs | {f"transformers {n}": partial(theirs, n) for n in _PASSES}, max(repeats, 15))
+    middle = {name: median(taken) for name, taken in times.items()}
     return {
         "context": context,
         "skip": skip,
-        "ms": {name: _spread([t * 1e3 for t in taken]) for name, taken in times.items()},
-        "relative_to_full_1": {name: round(taken / median["full 1"], 3) for name, taken in median.items()},
-        "full over transformers": {n: round(median[f"full {n}"] / median[f"transformers {n}"], 3) for n in _PASSES},
+        "ms": {name: spread([t * 1e3 for t in taken]) for name, taken in times.items()},
+        "relative_to_full_1": {name: round(taken / middle["full 1"], 3) for name, taken in middle.items()},
+        "full over transformers": {n: round(middle[f"full {n}"] / middle[f"transformers {n}"], 3) for n in _PASSES},
     }
 
 
@@ -207,7 +207,7 @@ def lookup_against_transformers(
         def theirs(extra: dict[str, Any], name: str, ids: list[int] = ids, produced: dict[str, int] = produced) -> None:
             produced[name] = _transformers(pair, ids, tokens, stop=True, **extra)
 
-        times = _interleaved(
+        times = interleaved(
             {
                 "viasd sd": lambda: own("sd"),
                 "viasd plain": lambda: own("plain"),
@@ -218,7 +218,7 @@ def lookup_against_transformers(
         )
         for name, taken in times.items():
             entry = totals.setdefault(category, {})
-            entry[f"{name} seconds"] = entry.get(f"{name} seconds", 0.0) + _median(taken)
+            entry[f"{name} seconds"] = entry.get(f"{name} seconds", 0.0) + median(taken)
             entry[f"{name} tokens"] = entry.get(f"{name} tokens", 0.0) + produced[name]
         print(f"{category}: {len(ids)} prompt tokens done", file=sys.stderr)
     names = ("viasd sd", "viasd plain", "generate", "generate lookup")
@@ -272,7 +272,7 @@ def _transformers(pair: Pair, ids: list[int], tokens: int, stop: bool = False, *
     return int(out.shape[1] - row.shape[1])
 
 
-def _interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every job, run in turn `repeats` times after one warm-up each."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 1):
@@ -306,12 +306,14 @@ def _read(path: str) -> Iterator[tuple[str, str]]:
         raise OptionError(f"can't read dataset '{path}': {error}") from error
 
 
-def _median(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
+    """The median."""
     return statistics.median(values)
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": round(_median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and largest of some figures."""
+    return {"median": round(median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def _ratio(name: str, value: float) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from viasd.errors import OptionError
-from viasd.files import write_atomically
+from viasd.files import why, write_atomically
 from viasd.runtime.bench.dataset import Dataset, load_dataset
 from viasd.runtime.bench.records import read_lines
 from viasd.runtime.bench.report import markdown_table
@@ -52,8 +52,7 @@ def _main(argv: Sequence[str] | None) -> int:
             record["settings"] = settings
             records.append(record)
             if args.output is not None:
-                with open(args.output, "a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(record) + "\n")
+                _append(args.output, record)
             complain(PROG, f"{record['method']} at {record['concurrency']}: {record['tokens_per_second']:.1f} tok/s")
     print(markdown_table(table(records)))
     return 0
@@ -61,6 +60,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=f"python -m viasd.runtime.bench.{PROG}", description=__doc__, allow_abbrev=False)
+    parser.set_defaults(quiet=None)
     add_model_options(parser)
     parser.add_argument("--mask", default="none", help="of methods with a slim verifier")
     parser.add_argument(
@@ -80,7 +80,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args(argv)
-    args.base = args.quiet = None if args.base is None else args.base
     check_models(args)
     args.method = args.method or list(METHODS)
     args.concurrency = _numbers("concurrency", args.concurrency)
@@ -154,6 +153,14 @@ def _read(path: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     if whole != Path(path).stat().st_size:
         write_atomically(Path(path), "".join(json.dumps(record) + "\n" for record in records), OptionError)
     return records
+
+
+def _append(path: str, record: Mapping[str, Any]) -> None:
+    try:
+        with open(path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+    except OSError as failure:
+        raise OptionError(f"can't write '{path}': {why(failure)}; what was written before stays") from failure
 
 
 def _measured(

@@ -304,7 +304,7 @@ class Engine:
             found = answer.take(emission)
             if reason is not None and (rest := answer.rest()) is not None:
                 found.append(rest)
-            events += [EngineEvent(request.number, *event) for event in found]
+            events += [EngineEvent(request.number, *event, selected_layers=event.selected_layers) for event in found]
             if reason is not None:
                 self._end(request, reason)
                 events += self._ended

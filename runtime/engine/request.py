@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from viasd.runtime.answer import Answer
@@ -22,6 +23,7 @@ class EngineEvent(NamedTuple):
         tier: Where the last of them came from; empty where there is none.
         stats: The running counts.
         result: The whole answer, in a request's last event.
+        selected_layers: Of these tokens; see `Result`.
     """
 
     request: int
@@ -30,6 +32,7 @@ class EngineEvent(NamedTuple):
     tier: str
     stats: Counters
     result: Result | None = None
+    selected_layers: Sequence[int | None] = ()
 
 
 class Request:

@@ -16,6 +16,7 @@ from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.routes import Route
 from viasd.runtime.bench.costs import pass_seconds
+from viasd.runtime.readouts import recorded, scored_with
 from viasd.search.calibration import Calibration, Passage
 from viasd.search.fit.corpus import Corpus
 from viasd.search.fit.stitching import StitchConfig, Stitched, halves_of, passages_of
@@ -65,7 +66,8 @@ def judged(
     Raises:
         FitError: If the slim path gives anything but numbers.
     """
-    search, report = (Scorer(pair.target, half, block=gamma + 1) for half in halves)
+    readout = scored_with(mask)  # a mask keeps the readout that it was searched with
+    search, report = (Scorer(pair.target, half, block=gamma + 1, readout=readout) for half in halves)
     bare = replace(mask, stitches=None)
     masks = {RAW: bare, CLOSED: replace(bare, stitches=made.closed)}
     if made.best is not made.closed:
@@ -90,7 +92,8 @@ def judged(
         "kv": "shared",
         "dtype": pair.dtype,
         "calibration": {"name": text.name, "hash": text.hash},
-        "tier": tier_of(pair, gamma, best),
+        "tier": tier_of(pair, gamma, best, readout),
+        **recorded(readout),
         **guard_of(pair, gamma, search, report, best),
         "versions": {
             "viasd": viasd.__version__,

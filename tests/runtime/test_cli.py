@@ -16,6 +16,7 @@ from rich.console import Console
 import viasd
 import viasd.load
 import viasd.runtime.session
+from viasd.confident import METHODS
 from viasd.mask import LayerMask
 from viasd.pair import Pair, make_pair
 from viasd.runtime import cli, config, options
@@ -389,6 +390,18 @@ CONTRADICTIONS = [
     "--top-k 5",
     "--top-p 0.5",
     "--min-p 0.1 --temperature 0",
+    "--readout-p 0.5",
+    "--backtrack-layers 3",
+    "--readout-log 5",
+    "--readout trough --backtrack-layers 3 --backtrack-ratio 0.2",
+    "--readout trough --strategy adadecode --heads lens:1",
+    "--readout trough --readout-tier slim --strategy sd",
+    "--readout trough --readout-tier slim --mask none",
+    "--readout trough --readout-tier both --tiers 2",
+    "--readout trough --strategy slim --mask even:0.4",
+    "--readout trough --readout-unscored",
+    "--readout final",
+    "--list-pairs --readout trough",
     "--list-pairs --prompt hi",
     "--list-pairs --pair smollm2-lookup:135m",
 ]
@@ -409,6 +422,10 @@ OUT_OF_RANGE = [
     "--audit nan --mask even:0.4",
     "--draft-min-prob 2",
     "--threads 0",
+    "--readout valley",
+    "--readout trough --readout-p 1.5",
+    "--readout trough --backtrack-ratio 2",
+    "--readout trough --readout-log 0",
     "--mask even:1",
     "--mask even:x",
     "--mask even:nan",
@@ -549,6 +566,7 @@ def test_choices_are_those_of_the_configuration() -> None:
     assert tuple(actions["strategy"] or ()) == config.STRATEGIES
     assert tuple(actions["tiers"] or ()) == config.TIERS
     assert tuple(actions["gate"] or ()) == config.GATES
+    assert tuple(actions["readout"] or ())[1:] == METHODS
 
 
 # --- display ------------------------------------------------------------------------------------------------------
@@ -586,6 +604,79 @@ def test_mask_strip() -> None:
     assert "[■·■]" in strip
     assert "2 of 3" in strip
     assert "[#.#]" in mask_strip([True, False, True], "m", unicode=False)
+
+
+# --- confident readouts -----------------------------------------------------------------------------------------------
+
+
+def test_a_confident_target_is_named_in_every_output(run: Run, loaded: list[dict[str, Any]]) -> None:
+    asked = ("--prompt", "hello hello", "--max-new-tokens", "20", "--ignore-eos", "--no-chat", "--readout", "trough")
+    answers = []
+    for strategy in ("plain", "sd"):
+        code, out, err = run(*asked, "--backtrack-layers", "-1", "--strategy", strategy, "--json", "--check")
+        assert code == 0
+        answer = json.loads(out)
+        assert answer["target"] == "confident readout (trough, any layer)"
+        assert answer["lossless"] is True
+        assert answer["check"]["equal"] is True
+        assert len(answer["selected_layers"]) == 20
+        assert answer["stats"]["readout"]["moved"] == sum(layer != 7 for layer in answer["selected_layers"]) > 0
+        assert err.count("target: confident readout (trough, any layer), not the model's own readout") == 1
+        assert f"{answer['stats']['readout']['moved']} of 20 moved" in err
+        assert "equal plain greedy decoding with the confident readout" in err
+        answers.append(answer)
+    assert answers[0]["selected_layers"] == answers[1]["selected_layers"]
+    code, out, err = run(*asked, "--quiet", "--strategy", "plain")
+    assert code == 0
+    assert err.splitlines()[-1].endswith(
+        "the target is the confident readout (trough, up to 10 layers back), not the model's own readout"
+    )
+    code, out, _ = run("--prompt", "hello hello", "--max-new-tokens", "4", "--strategy", "plain", "--json")
+    answer = json.loads(out)
+    assert (answer["target"], answer["selected_layers"]) == ("the model's own readout", [])
+
+
+def test_the_readouts_log_goes_to_stderr(run: Run, loaded: list[dict[str, Any]]) -> None:
+    from viasd.runtime.readouts import LOG
+
+    asked = (
+        "--prompt",
+        "hello",
+        "--max-new-tokens",
+        "12",
+        "--ignore-eos",
+        "--strategy",
+        "plain",
+        "--readout",
+        "last-m1",
+    )
+    try:
+        code, out, err = run(*asked, "--readout-log", "5", "--quiet")
+        assert code == 0
+        assert err.count("readout of the full verifier: step ") == 2
+        assert "0 of 5 tokens kept at the last layer" in err
+        assert "step" not in out
+    finally:
+        LOG.handlers.clear()
+        LOG.propagate = True
+    assert "step" not in run(*asked)[2]
+
+
+def test_tokens_read_out_earlier_are_shaded() -> None:
+    screen, stream = terminal_screen()
+    screen.out = Console(file=stream, force_terminal=True, color_system="256", highlight=False)
+    codes = []
+    for depth in (0, 1, 2, 3, 4, 8, 20):
+        screen.piece(" word", "full", depth)
+        codes.append(stream.getvalue().rpartition("\x1b[36")[2])
+    assert codes[0] == "m word\x1b[0m"
+    assert len(set(codes)) == 5
+    assert codes[2] == codes[3]
+    assert codes[5] == codes[6]
+    assert all(";48;5;" in code for code in codes[1:])
+    screen, stream = terminal_screen()
+    screen.piece(" word", "full", 3)
+    assert stream.getvalue() == "\x1b[4;36m word\x1b[0m"
 
 
 # --- light heads ------------------------------------------------------------------------------------------------------

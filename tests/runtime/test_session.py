@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import viasd
+from viasd.confident import ConfidentConfig
 from viasd.errors import LoadError, MaskError, OptionError
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.runtime.api import make_config
@@ -48,6 +49,14 @@ def test_the_masks_coefficients_start_the_guard_they_were_fitted_for(pair: viasd
     assert not any("starts without" in note for note in result.notes)
 
 
+def test_they_start_the_guard_of_a_mask_that_is_read_out_as_it_was_scored(pair: viasd.Pair) -> None:
+    mask = searched(pair)
+    mask = dataclasses.replace(mask, details={**mask.details, "readout": ConfidentConfig("last-m1").as_json()})
+    result = viasd.generate(pair, PROMPT, mask=mask, max_new_tokens=20, audit=0.0, **VIA)
+    assert result.readouts.slim is not None
+    assert not any("starts without" in note for note in result.notes)
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -55,6 +64,8 @@ def test_the_masks_coefficients_start_the_guard_they_were_fitted_for(pair: viasd
         ({}, {"temperature": 1.0}),
         ({}, {"thresholds": Thresholds(0.8, 0.2)}),
         ({"target": "other weights"}, {}),
+        ({}, {"readout": "trough"}),
+        ({}, {"readout": "trough", "readout_tier": "slim", "readout_unscored": True}),
     ],
 )
 def test_for_anything_else_the_guard_starts_cold_and_says_so(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 import viasd
+import viasd.kernels.native as native
+import viasd.layered as layered
 from viasd.kv import SequenceKV
 from viasd.testing import byte_tokenizer, perturbed, tiny_model
 
@@ -109,18 +111,21 @@ EVERY = {**LOSSLESS, **LOSSY}
 
 def watch_writes(monkeypatch: Any, seen: Any) -> None:
     """Calls ``seen(kv, layer, start, tokens)`` before anything is written into a cache, by torch or by a kernel."""
-    write, room = SequenceKV.write, SequenceKV.room
+    write, run = SequenceKV.write, native.run_layers
 
     def watched_write(self: SequenceKV, layer: int, start: int, keys: Any, values: Any) -> Any:
         seen(self, layer, start, keys.shape[1])
         return write(self, layer, start, keys, values)
 
-    def watched_room(self: SequenceKV, layer: int, start: int, end: int, keys: Any, values: Any) -> Any:
-        seen(self, layer, start, end - start)
-        return room(self, layer, start, end, keys, values)
+    def watched_run(layers: Any, hidden: Any, rotations: Any, step: Any, part: str | None = None) -> Any:
+        for layer in layers if part != "mlp" else ():
+            for segment in step.segments:
+                seen(segment.kv, layer.lean.index, segment.start, segment.length)
+        return run(layers, hidden, rotations, step, part)
 
     monkeypatch.setattr(SequenceKV, "write", watched_write)
-    monkeypatch.setattr(SequenceKV, "room", watched_room)
+    monkeypatch.setattr(native, "run_layers", watched_run)
+    monkeypatch.setattr(layered, "run_layers", watched_run)
 
 
 def save_target(folder: Path) -> str:

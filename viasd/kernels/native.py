@@ -133,27 +133,18 @@ class NativeLayer:
         return self.lean.tensors
 
     def takes(self, hidden: Tensor, step: Step) -> bool:
-        """Whether the kernel runs these hidden states ``[1, n, d]`` as they are."""
-        return self._can(hidden, step) and (
-            hidden.shape[1] <= MOST_TOKENS or all(segment.length <= MOST_TOKENS for segment in step.segments)
-        )
+        """Whether the kernel runs these hidden states ``[1, n, d]``."""
+        # A step of another class stores or attends in its own way.
+        ordinary = type(step) is Step and step.kernel == "sdpa"
+        if not ordinary or hidden.dtype != self.dtype or hidden.requires_grad:
+            return False
+        return hidden.shape[1] <= MOST_TOKENS or max(segment.length for segment in step.segments) <= MOST_TOKENS
 
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
         """See `LeanLayer`."""
-        if self.takes(hidden, step):
-            return run_layers([self], hidden, [rotation], step, part)
-        if not self._can(hidden, step) or len(step.segments) == 1:
+        if not self.takes(hidden, step):
             return self.lean(hidden, rotation, step, part)
-        pieces = [
-            self(hidden[:, rows], Rotation(rotation.cos[rows], rotation.sin[rows]), piece, part)
-            for rows, piece in step.pieces(MOST_TOKENS)
-        ]
-        return torch.cat(pieces, dim=1)
-
-    def _can(self, hidden: Tensor, step: Step) -> bool:
-        # A step of another class stores or attends in its own way.
-        ordinary = type(step) is Step and step.kernel == "sdpa"
-        return ordinary and hidden.dtype == self.dtype and not hidden.requires_grad
+        return run_layers([self], hidden, [rotation], step, part)
 
     def _matrix(self, matrix: Matrix) -> _Matrix:
         self._held += [t for t in matrix[1:] if isinstance(t, Tensor)]

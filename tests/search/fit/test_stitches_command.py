@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import viasd
 import viasd.load
 import viasd.search.cli as search_cli
 import viasd.search.fit.cli as cli
+from viasd.confident import ConfidentConfig
 from viasd.loading import LoadConfig
 from viasd.mask import LayerMask
 from viasd.testing import byte_tokenizer
@@ -101,6 +103,17 @@ def test_a_mask_is_stitched_tuned_judged_written_and_used(run: Run, folder: Path
     assert "stitched before layers 3 (rank 2), 6 (rank 2), 7 (rank 2), 8 (rank 2)" in shown
     assert "to be believed" in shown
     assert f"{tuned['agreement']:.4f}" in shown
+
+
+def test_a_mask_keeps_the_readout_that_it_was_searched_with(run: Run, folder: Path, here: Path) -> None:
+    readout = ConfidentConfig(max_backtrack_layers=2)
+    mask = LayerMask.load(folder / "m.json")
+    replace(mask, details={"readout": readout.as_json()}).save(here / "read.json")
+    assert run("--quiet", mask="read.json")[0] == 0
+    said = json.loads(Path("m.stitched.json").read_text())
+    assert said["readout"] == readout.as_json()
+    assert run("--quiet")[0] == 0
+    assert said["kl"] != json.loads(Path("m.stitched.json").read_text())["kl"]
 
 
 def test_the_closed_form_alone_and_of_low_rank(run: Run) -> None:

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import pair_of
+
+import viasd.load
+from viasd.runtime.bench import concurrency
+from viasd.runtime.bench.concurrency import main, measure, method_options, table
+
+FAST = ("--seconds", "0.05", "--repeats", "2", "--concurrency", "1,3", "--tokens", "3,6", "--limit", "1")
+TWO = ("--method", "plain", "--method", "sd:gamma=3,draft_length=fixed")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viasd.load, "load_pair", lambda *_, **__: pair_of("llama", "model"))
+
+
+def test_an_engine_is_kept_full_while_it_is_measured() -> None:
+    found = measure(
+        pair_of("llama", "model"),
+        {"strategy": "sd", "gamma": 4, "draft_length": "fixed"},
+        3,
+        ["one", "two", "a third one"],
+        tokens=(4, 9),
+        seconds=0.5,
+    )
+    assert found["seconds"] >= 0.5
+    assert found["tokens_per_second"] == found["tokens"] / found["seconds"]
+    assert found["tokens"] >= 3 * found["steps"] * 0.8  # every place says something in nearly every step
+    assert found["kept"] <= found["gated"] <= found["drafted"]
+    assert found["rounds"] <= found["emitted"]
+
+
+def test_measurements_are_written_and_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.jsonl"
+    assert main([*TWO, *FAST, "--output", str(path)]) == 0
+    lines = path.read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [(r["repeat"], r["concurrency"], r["method"]) for r in records] == [
+        (repeat, n, method) for repeat in (0, 1) for n in (1, 3) for method in TWO[1::2]
+    ]
+    header = capsys.readouterr().out.splitlines()[0]
+    assert [cell.strip() for cell in header.strip("|").split("|")] == ["tok/s by sequences", "1", "3"]
+    made: list[Any] = []
+
+    def counted(*args: Any, **rest: Any) -> Any:
+        made.append(args)
+        return measure(*args, **rest)
+
+    monkeypatch.setattr(concurrency, "measure", counted)
+    path.write_text("\n".join(lines[:5]) + "\n" + lines[5][:30])
+    assert main([*TWO, *FAST, "--output", str(path)]) == 0
+    assert len(made) == 3
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(again) == 8
+    assert again[:5] == records[:5]
+    assert main([*TWO, *FAST, "--seed", "9", "--output", str(path)]) == 2
+    assert "of other settings" in capsys.readouterr().err
+
+
+def test_the_table_gives_medians_and_ratios() -> None:
+    records = [
+        {"method": method, "concurrency": n, "tokens_per_second": speed}
+        for method, n, speeds in (("plain", 1, (9, 10, 30)), ("plain", 4, (40,)), ("sd", 1, (15,)), ("sd", 4, (20,)))
+        for speed in speeds
+    ]
+    assert table(records) == [
+        ["tok/s by sequences", "1", "4"],
+        ["plain", "10.0", "40.0"],
+        ["sd", "15.0 (1.50x)", "20.0 (0.50x)"],
+        ["plain over 1", "1.00x", "4.00x"],
+        ["sd over 1", "1.00x", "1.33x"],
+    ]
+
+
+def test_methods_are_strategies_with_options() -> None:
+    assert method_options("plain") == {"strategy": "plain"}
+    assert method_options("cascade:tiers=3,mode=lossless,gamma=4") == {
+        "strategy": "cascade",
+        "tiers": "3",
+        "mode": "lossless",
+        "gamma": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--method", "sd:gamma"), "--method takes NAME:OPTION=VALUE"),
+        (("--concurrency", "1,0"), "--concurrency takes whole numbers"),
+        (("--tokens", "9,3"), "--tokens takes the least and the most"),
+        (("--seconds", "0"), "--seconds must be above 0"),
+        (("--method", "sd:gama=3", *FAST), "unknown option 'gama'"),
+        (("--method", "adadecode", *FAST), "in a wave of its own"),
+    ],
+)
+def test_what_can_not_be_measured_is_one_line(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(argv)) == 2
+    err = capsys.readouterr().err
+    assert message in err
