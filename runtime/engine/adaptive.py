@@ -17,6 +17,7 @@ from viasd.routes import Route
 from viasd.runtime.adaptive.budget import survivals
 from viasd.runtime.adaptive.costs import BatchCosts, batch_costs
 from viasd.runtime.adaptive.edges import EDGES, Edge, Outcome
+from viasd.runtime.adaptive.reliability import Adaptive
 from viasd.runtime.adaptive.stopping import asks
 from viasd.runtime.adaptive.three_tiers import CascadeVerification
 from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer, Tables
@@ -77,6 +78,7 @@ class AdaptivePolicy:
         self._running = 0
         self._sent: dict[tuple[int, str], tuple[list[float], int]] = {}
         self._stops: dict[int, _Stop] = {}
+        self._counts: dict[int, Adaptive] = {}  # of requests that something was learnt from
 
     def begin(self, running: Sequence[tuple[int, Answer]]) -> None:
         """See `AdmissionPolicy`."""
@@ -145,18 +147,20 @@ class AdaptivePolicy:
         if self.two_tiers.soft(self._running):
             labels = overlaps(verdict.p, verdict.q, outcome.judged)
             outcome = Outcome(features, admitted, verdict.kept, labels)
+        self._counts[request] = answer.counters.adaptive
         edge.score(outcome, answer.counters.adaptive.of(edge.name))
         edge.observe(outcome)
 
-    def ended(self, request: int, answer: Answer) -> None:
+    def ended(self, request: int) -> None:
         """See `AdmissionPolicy`."""
+        counts = self._counts.pop(request, None)
         self.two_tiers.leave(request)
         self.three_tiers.leave(request)
         self._stops.pop(request, None)
         for edge in self.edges.values():
             self._sent.pop((request, edge.name.split("->")[1]), None)
-            if edge.name in answer.counters.adaptive.reliability:
-                answer.counters.adaptive.coefficients[edge.name] = edge.coefficients
+            if counts is not None and edge.name in counts.reliability:
+                counts.coefficients[edge.name] = edge.coefficients
 
     def state(self) -> dict[str, Any]:
         """What was learnt, ready for `json.dumps`."""

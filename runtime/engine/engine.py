@@ -342,7 +342,7 @@ class Engine:
         result = request.answer.finish(reason, error)
         self.results[request.number] = result
         self._ended.append(EngineEvent(request.number, "", [], "", result.stats, result))
-        self.policy.ended(request.number, request.answer)
+        self.policy.ended(request.number)
 
 
 @dataclass(frozen=True)

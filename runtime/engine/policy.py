@@ -46,7 +46,7 @@ class AdmissionPolicy(Protocol):
         """What became of an admitted block."""
         ...
 
-    def ended(self, request: int, answer: Answer) -> None:
+    def ended(self, request: int) -> None:
         """A request has ended, however it did."""
         ...
 
@@ -64,5 +64,5 @@ class AdmitAll:
     def judged(self, request: int, answer: Answer, verdict: Judged) -> None:
         """See `AdmissionPolicy`."""
 
-    def ended(self, request: int, answer: Answer) -> None:
+    def ended(self, request: int) -> None:
         """See `AdmissionPolicy`."""
