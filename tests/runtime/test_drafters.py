@@ -190,3 +190,20 @@ def test_a_drafter_without_confidence_leaves_plain_decoding(drafter: str) -> Non
     assert drafter == "lookup" or result.stats.drafted == 0
     half = generate(pair, prompt_ids(), strategy="sd", draft_length="fixed", draft_min_prob=0.5)
     assert half.token_ids == plain
+
+
+@pytest.mark.parametrize("length", [9, 10, 11, 12, 21, 23])
+def test_a_long_prompt_leaves_as_many_tokens_for_the_last_pass_as_rows_are_wanted(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import viasd.runtime.drafters.base as drafters
+
+    model = load_layered(model_of("llama"))
+    tokens = [5 + i for i in range(length)]
+    with torch.inference_mode():
+        expected = ModelDrafter(model, Counters()).rows(tokens, 4)
+        monkeypatch.setattr(drafters, "prefill_chunk", lambda device: 10)
+        drafter = ModelDrafter(model, Counters())
+        rows = drafter.rows(tokens, 4)
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+    assert drafter.kv.full_len == length

@@ -221,7 +221,12 @@ def test_ctrl_c_of_a_real_process(folder: str, here: Path) -> None:
         "1",
     ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "viasd.search.cli", *argv], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "viasd.search.cli", *argv],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A test run in the background of a shell ignores Ctrl-C, and so would everything that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stderr is not None
     for line in process.stderr:
