@@ -41,7 +41,20 @@ RESULT_KEYS = {
         "mode",
         "lossless",
     ),
-    *("pair", "mask", "heads", "dtype", "device", "seed", "tiers", "stats", "notes"),
+    *(
+        "pair",
+        "mask",
+        "heads",
+        "dtype",
+        "device",
+        "seed",
+        "tiers",
+        "stats",
+        "notes",
+        "target",
+        "slim_readout",
+        "selected_layers",
+    ),
 }
 
 

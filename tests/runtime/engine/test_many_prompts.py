@@ -134,6 +134,17 @@ def test_answers_come_in_the_order_of_the_lines(run: Run, prompts: str, pair: Pa
     assert "up to 2 at once" in err
 
 
+def test_a_file_of_prompts_reads_out_as_it_is_told(run: Run, prompts: str, pair: Pair) -> None:
+    code, out, err = run("--prompts", prompts, "--json", "--readout", "trough", "--readout-log", "3")
+    assert code == 0
+    for line, answer in zip(TEXTS, map(json.loads, out.splitlines()), strict=True):
+        options = {k: v for k, v in line.items() if k in ("temperature", "seed", "stop", "max_new_tokens")}
+        alone = viasd.generate(pair, line["prompt"], mask=None, readout="trough", **{"max_new_tokens": 9, **options})
+        assert (answer["token_ids"], answer["selected_layers"]) == (alone.token_ids, alone.selected_layers)
+        assert answer["target"] == alone.target
+    assert "readout of the full verifier: step 3" in " ".join(err.split())
+
+
 def test_messages_go_through_the_template_and_prompts_as_messages_where_it_is_used(
     pair: Pair, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
