@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import alone, same
 from features import answer, feature_file, feature_pair, states_of
 from laws import largest_error
 from tiny import LOSSLESS, Counting, generate, hf_greedy, model_of, prompt_ids, save_target, tokenizer
@@ -221,6 +222,30 @@ def test_the_law_of_two_tokens_is_the_targets(strategy: str, least: float) -> No
     assert 0.01 < expected[1, 3] < 0.5 or max(expected.values()) < 0.9  # a law worth the test
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("lookup_first", [False, True])
+def test_many_requests_at_once_are_each_what_they_are_alone(lookup_first: bool, temperature: float) -> None:
+    pair = feature_pair(lookup_first=lookup_first)
+    todo = [
+        {
+            "prompt": prompt_ids(f"{'once upon a time ' * (i % 3)}number {i}"),
+            "seed": 100 + i,
+            "max_new_tokens": 6 + 5 * (i % 3),
+            "temperature": temperature,
+            "ignore_eos": True,
+            **{k: v for k, v in LOSSLESS[("sd", "chain2", "via-audited")[i % 3]].items() if k != "mask"},
+        }
+        for i in range(9)
+    ]
+    engine = viasd.Engine(pair, mask="even:0.25", concurrency=4, prompt_budget=20, chunk=9)
+    numbers = [engine.add(**request) for request in todo]
+    while engine.busy:
+        engine.step()
+    for number, request in zip(numbers, todo, strict=True):
+        assert same(engine.results[number], alone(pair, request, "even:0.25"))
+    assert engine.budget.reserved == 0
+
+
 # --- choosing and refusing --------------------------------------------------------------------------------------------
 
 
@@ -269,7 +294,7 @@ def test_its_record_is_believed_until_there_is_something_to_go_by() -> None:
         pair = viasd.make_pair(model_of("llama"), tokenizer(), drafter=file)
         cost_table(pair, None, len(prompt_ids()), 3)
         for key in [k for k in pair.measured if k[0] == "costs"]:
-            times = {"drafter": 0.05, "full": {m: 1.0 for m in range(1, 5)}}
+            times = {"drafter": 1e-3, "full": {m: 1.0 for m in range(1, 5)}}
             pair.measured[key] = replace(pair.measured[key], **times)
         asked.append(generate(pair, prompt_ids(), max_new_tokens=2, strategy="sd", gamma=3).stats.drafted)
     assert asked[0] == 0 < asked[1]
