@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -52,10 +53,10 @@ def test_a_near_tie_is_told_from_a_bug(pair: viasd.Pair, monkeypatch: pytest.Mon
     result = answer(pair)
     prompt = pair.encode("hello hello")
     other = (result.token_ids[0] + 1) % pair.target.vocabulary
-    readout = type(pair.target).readout
+    readout: Any = type(pair.target).readout
 
-    def tied(self: object, hidden: torch.Tensor) -> torch.Tensor:
-        logits = readout(self, hidden)
+    def tied(self: object, hidden: torch.Tensor, **options: bool) -> torch.Tensor:
+        logits = readout(self, hidden, **options)
         logits[:, other] = logits.amax(dim=-1) - 1e-6
         return logits
 

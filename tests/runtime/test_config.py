@@ -138,7 +138,7 @@ def test_bad_prompts_are_refused() -> None:
         ("", "the prompt is empty"),
         ([5, 300], "prompt ids must be in 0..299, but one is 300"),
         ([5, -1], "but one is -1"),
-        ([[5, 6], [7, 8]], "one sequence of token ids"),
+        ([[5, 6], [7, [8]]], "prompt 1 of 2: a prompt must be text, chat messages, or one sequence of token ids"),
         ([5, "x"], "one sequence of token ids"),
         ([{"role": "user"}], "must each have 'role' and 'content'"),
     ):
