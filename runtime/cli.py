@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,28 +55,35 @@ def _main(argv: list[str] | None) -> int:
         if args.preset == "paper":
             screen.note(PAPER_MEANS)
         pair = load_models(args, screen.note)
-    if args.readout_log is not None:
-        _show_log(screen)
-    if lines is not None:
-        from viasd.runtime.manyprompts import run_prompts
+    with contextlib.nullcontext() if args.readout_log is None else _log_shown(screen):
+        if lines is not None:
+            from viasd.runtime.manyprompts import run_prompts
 
-        return run_prompts(pair, lines, args, screen)
-    if prompt is None:
-        return _chat(pair, args, screen)
-    return _answer(pair, prompt, config, args, screen)
+            return run_prompts(pair, lines, args, screen)
+        if prompt is None:
+            return _chat(pair, args, screen)
+        return _answer(pair, prompt, config, args, screen)
 
 
-def _show_log(screen: Screen) -> None:
-    """Lets the readouts' log through to standard error."""
+@contextlib.contextmanager
+def _log_shown(screen: Screen) -> Iterator[None]:
+    """Lets the readouts' log through to standard error, as long as the command runs."""
     from viasd.runtime.readouts import LOG
 
     class ToScreen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             screen.say(record.getMessage(), style="dim")
 
-    LOG.addHandler(ToScreen())
+    handler, level, propagate = ToScreen(), LOG.level, LOG.propagate
+    LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(level)
+        LOG.propagate = propagate
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:
