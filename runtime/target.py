@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from viasd.errors import OptionError
+from viasd.hardware import wait_for
 from viasd.layered import LayeredModel
 from viasd.routes import Route
 from viasd.runtime.metrics import Counters
@@ -59,16 +60,15 @@ class Stopwatch(AbstractContextManager[None]):
     def __init__(self, seconds: dict[str, float], tier: str, device: torch.device | None) -> None:
         self._seconds = seconds
         self._tier = tier
-        waits = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
-        self._wait: Callable[[], None] | None = None if device is None else waits.get(device.type)
+        self._device = device
         self._start = 0.0
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        if self._wait is not None:
-            self._wait()
+        if self._device is not None:
+            wait_for(self._device)
         self._seconds[self._tier] += time.perf_counter() - self._start
 
 

@@ -28,6 +28,14 @@ QUANTIZATIONS: dict[str, tuple[str, str, float]] = {
 }
 
 
+def wait_for(device: torch.device) -> None:
+    """Returns when a device has done what it was given: before a clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def resolve_device(name: str) -> torch.device:
     """The device a name means on this machine.
 

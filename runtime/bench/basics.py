@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -304,11 +304,6 @@ def _read(path: str) -> Iterator[tuple[str, str]]:
             yield entry["category"], entry["turns"][0]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise OptionError(f"can't read dataset '{path}': {error}") from error
-
-
-def median(values: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(values)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

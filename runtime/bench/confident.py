@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from viasd.load import load_pair
 from viasd.loading import LoadConfig
 from viasd.pair import Pair
 from viasd.runtime.api import generate
-from viasd.runtime.bench.basics import interleaved, median, spread
+from viasd.runtime.bench.basics import interleaved, spread
 from viasd.selecting import ConfidentReadout
 
 SECTIONS = ("likelihood", "overhead")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from viasd.hardware import wait_for
 from viasd.heads import LightHeads
 from viasd.mask import LayerMask
 from viasd.pair import Pair
@@ -141,13 +142,9 @@ class OwnMethod:
         self._guard = self._learnt
 
 
-_WAITS: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
-
-
 def clock(device: torch.device) -> float:
     """Seconds on a clock, once the device has done what it was given."""
-    if (wait := _WAITS.get(device.type)) is not None:
-        wait()
+    wait_for(device)
     return time.perf_counter()
 
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
+from viasd.hardware import wait_for
 from viasd.routes import Route
 from viasd.runtime.drafters import ModelLine, run_drafts
 from viasd.runtime.engine.request import Request
@@ -117,9 +117,7 @@ def _packed(run: Callable[[Sequence[W]], list[Tensor]], wanted: Sequence[W], sha
 def _charged(run: Callable[[Sequence[W]], list[Tensor]], wanted: Sequence[W], shares: Sequence[Share]) -> list[Tensor]:
     started = time.perf_counter()
     rows = run(wanted)
-    device = rows[0].device
-    if device.type in ("cuda", "mps"):
-        (torch.cuda if device.type == "cuda" else torch.mps).synchronize()
+    wait_for(rows[0].device)
     seconds, total = time.perf_counter() - started, sum(share.tokens for share in shares)
     for share in shares:
         share.request.charge(share.tier, seconds * share.tokens / total)
