@@ -15,23 +15,22 @@ from typing import Any
 
 import torch
 
-from viasd.attention import Segment
-from viasd.hardware import cpu_name
+from viasd.hardware import cpu_name, wait_for
 from viasd.layered import LayeredModel
 from viasd.pair import Pair
 from viasd.remember import remembered
 from viasd.routes import Route
 from viasd.runtime.costs import accelerator, interpolated, models_said
+from viasd.runtime.drafters.along import drafter_step, readout_of
+from viasd.runtime.packed import Line, read_out, through
 
 _CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)  # batches that tables are made for; the next larger one is used
 _BUCKETS = (256, 1024, 4096)  # lengths of the text before the pass
-# Total tokens of the passes that are timed; from 33 on they run through torch's products instead of our kernels.
-_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512)
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # total tokens of the passes that are timed
 _REPEATS = 5
 _PATIENCE = 4.0  # seconds after which fewer repeats have to do
-_CACHES = (
-    4  # distinct caches that the sequences of a timed pass share: memory of many would be the table's largest cost
-)
+# Distinct caches that the sequences of a timed pass share: memory of many would be the table's largest cost.
+_CACHES = 4
 _LEAST_GAIN = 0.02
 
 
@@ -143,26 +142,32 @@ def _measure(
     pair: Pair, route: Route | None, drafter: Route | None, sequences: int, bucket: int, gamma: int
 ) -> BatchCosts:
     """Every pass in turn, several times over, so that a busy moment of the machine falls on all of them alike."""
-    jobs: dict[tuple[str, int], Callable[[], object]] = {}
     target = _Batch(pair.target, sequences, bucket)
+    jobs: dict[tuple[str, int], Callable[[], object]] = {}
     for n in sizes(sequences, gamma):
         jobs["full", n] = target.job(n, None)
         if route is not None:
             jobs["slim", n] = target.job(n, route)
-    if pair.drafter is not None or drafter is not None:
-        batch = target if pair.drafter is None else _Batch(pair.drafter, sequences, bucket)
-        for n in (s for s in _CONCURRENCY if s <= sequences):
-            jobs["drafter", n] = batch.job(n, drafter)
+    steps = [n for n in _CONCURRENCY if n <= sequences]
+    if drafter is not None:
+        jobs |= {("drafter", n): target.job(n, drafter) for n in steps}
+    elif pair.drafter is not None:
+        own = None if pair.shortlist is None else readout_of(pair)
+        batch = _Batch(pair.drafter, sequences, bucket, own)
+        jobs |= {("drafter", n): batch.job(n, None) for n in steps}
+    elif pair.feature is not None:
+        # Its passes are not packed: n sequences take n times as long as one, as beyond the end of any table.
+        jobs["drafter", 1] = _in_turn(*drafter_step(pair, bucket))
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in jobs}
     begun = time.perf_counter()
     for repeat in range(_REPEATS + 1):
         if repeat > 1 and time.perf_counter() - begun > _PATIENCE:
             break
         for key, job in jobs.items():
-            _wait(pair.target.device)
+            wait_for(pair.target.device)
             start = time.perf_counter()
             job()
-            _wait(pair.target.device)
+            wait_for(pair.target.device)
             if repeat:  # the first is a warm-up
                 taken[key].append(time.perf_counter() - start)
     tables: dict[str, dict[int, float]] = {"full": {}, "slim": {}, "drafter": {}}
@@ -171,38 +176,48 @@ def _measure(
     return BatchCosts(sequences, bucket, **{name: monotone(table) for name, table in tables.items()})
 
 
-class _Batch:
-    """Caches of some sequences of one length, for passes that are only timed."""
+def _in_turn(before: Sequence[Callable[[], object]], step: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        for each in before:
+            each()
+        return step()
 
-    def __init__(self, model: LayeredModel, sequences: int, bucket: int) -> None:
-        self._model, self._sequences = model, sequences
+    return run
+
+
+class _Batch:
+    """Caches of some sequences of one length, for passes that are only timed.
+
+    Args:
+        model: Whose passes they are.
+        sequences: How many.
+        bucket: Tokens before a pass.
+        readout: In the place of the model's or a route's, None for theirs.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        sequences: int,
+        bucket: int,
+        readout: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._model, self._sequences, self._readout = model, sequences, readout
         self._start = min(bucket, model.context_length - 2)
         self._caches = [model.new_kv() for _ in range(min(sequences, _CACHES))]
         for kv in self._caches:
-            step = model.step([Segment(kv, 0, 1)])
-            model.run(model.embed([0]), range(model.n_layers), step)
+            through(model, None, [Line(kv, 0, [0])])
             kv.full_len = kv.slim_len = 1
             kv.stretch(self._start)
 
     def job(self, tokens: int, route: Route | None) -> Callable[[], object]:
         """A pass over so many tokens in all, spread over the sequences, read out at every one."""
-        model, n = self._model, min(tokens, self._sequences)
+        n = min(tokens, self._sequences)
         lengths = [tokens // n + (i < tokens % n) for i in range(n)]
-        layers: Sequence[Any] = range(model.n_layers) if route is None else route.layers
-        parts, stitches = (None, None) if route is None else (route.parts, route.stitches)
-        readout = model.readout if route is None or route.readout is None else route.readout
+        lines = [Line(self._caches[i % len(self._caches)], self._start, [0] * m) for i, m in enumerate(lengths)]
 
         def run() -> object:
-            segments = [Segment(self._caches[i % len(self._caches)], self._start, m) for i, m in enumerate(lengths)]
-            step = model.step(segments)
-            hidden, _ = model.run(model.embed([0] * tokens), layers, step, parts=parts, stitches=stitches)
-            return readout(hidden)
+            hidden, _ = through(self._model, route, lines)
+            return read_out(self._model, route, hidden, lengths, self._readout)
 
         return run
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, survivals
 from viasd.runtime.adaptive.costs import BatchCosts
-from viasd.runtime.adaptive.edges import Edge, Outcome
+from viasd.runtime.adaptive.edges import Edge
 from viasd.runtime.adaptive.history import History, Restart
 from viasd.runtime.adaptive.two_edges import Budgets, above, best_budgets
 from viasd.runtime.adaptive.verification import AdaptiveConfig, Offer, Tables
@@ -48,16 +47,6 @@ class CascadeVerification:
         self._costs: BatchCosts | None = None
         self._spent = 0.0  # seconds of the current step before its full pass
 
-    @property
-    def restarts(self) -> int:
-        """How often a whole draft was admitted because nothing had been for long."""
-        return self._restart.count
-
-    @property
-    def edges(self) -> tuple[Edge, ...]:
-        """What is learnt."""
-        return (self.slim, self.full)
-
     def begin(self, sequences: Sequence[int], *, greedy: bool = False) -> None:
         """A step begins: what the last one saw may be used from now on.
 
@@ -68,7 +57,7 @@ class CascadeVerification:
         self._greedy = greedy
         self._sequences = len(sequences)
         self._costs = self._tables(len(sequences)) if sequences else None
-        for edge in self.edges:
+        for edge in (self.slim, self.full):
             edge.step()
         for history in (self._drafts, self._pending):
             history.publish()
@@ -123,22 +112,10 @@ class CascadeVerification:
             for offer, pending in zip(offers, tokens, strict=True)
         ]
 
-    def judged_by_slim(self, outcome: Outcome) -> None:
-        """What the slim verifier made of a draft that was admitted in part or whole."""
-        self.slim.observe(outcome)
-
-    def judged_by_full(self, outcome: Outcome) -> None:
-        """What the full verifier made of pending tokens."""
-        self.full.observe(outcome)
-
     def leave(self, sequence: int) -> None:
         """Forgets a sequence that has ended."""
         self._drafts.forget(sequence)
         self._pending.forget(sequence)
-
-    def state(self) -> dict[str, Any]:
-        """What was learnt, ready for `json.dumps`."""
-        return {"edges": [self.slim.state(), self.full.state()]}
 
     def _lengths(self, offers: Sequence[Offer], drafts: Survivals, costs: BatchCosts) -> list[int]:
         whole = [self._whole(offer.sequence) for offer in offers]

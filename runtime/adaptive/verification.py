@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from viasd.errors import OptionError
 from viasd.estimator import Array
 from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, in_order, pooled, survivals
 from viasd.runtime.adaptive.costs import BatchCosts
-from viasd.runtime.adaptive.edges import Edge, Outcome
+from viasd.runtime.adaptive.edges import Edge
 from viasd.runtime.adaptive.history import History, Restart
 from viasd.runtime.adaptive.stopping import UsualChances, best_floor
 
@@ -91,16 +90,6 @@ class AdaptiveVerification:
         self._sequences = 0
         self._costs: BatchCosts | None = None
 
-    @property
-    def restarts(self) -> int:
-        """How often a whole draft was admitted because nothing had been for long."""
-        return self._restart.count
-
-    @property
-    def edges(self) -> tuple[Edge, ...]:
-        """What is learnt."""
-        return (self.edge,)
-
     def begin(self, sequences: Sequence[int]) -> None:
         """A step begins: what the last one saw may be used from now on.
 
@@ -151,17 +140,9 @@ class AdaptiveVerification:
         """Whether outcomes of a step of so many sequences should say the chances that tokens were kept with."""
         return sequences <= self.config.soft_below
 
-    def judged(self, outcome: Outcome) -> None:
-        """What became of a block that was admitted in part or whole."""
-        self.edge.observe(outcome)
-
     def leave(self, sequence: int) -> None:
         """Forgets a sequence that has ended."""
         self._seen.forget(sequence)
-
-    def state(self) -> dict[str, Any]:
-        """What was learnt, ready for `json.dumps`."""
-        return {"edges": [self.edge.state()]}
 
     def _lengths(self, offers: Sequence[Offer], drafts: Survivals, others: int, costs: BatchCosts) -> list[int]:
         greedy = all(offer.greedy for offer in offers)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from viasd.draws import Draws
 from viasd.featuremodel import FeatureModel
-from viasd.runtime.drafters.base import Draft, PasslessDrafter
+from viasd.runtime.drafters.base import Draft, DraftStop, PasslessDrafter
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.metrics import Counters
 from viasd.runtime.passes import drive, timed
@@ -34,6 +34,7 @@ class FeatureDrafter(PasslessDrafter):
 
     Attributes:
         least: See `draft_stepwise`; a pace that knows what a token costs sets it.
+        stop: See `ModelLine`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FeatureDrafter(PasslessDrafter):
     ) -> None:
         self.name = "feature"
         self.least = 0.0
+        self.stop: DraftStop | None = None
         self._model = model
         self._counters = counters
         # A pass is not waited for: drawing from its rows does that, within the same tier's time.
@@ -73,6 +75,7 @@ class FeatureDrafter(PasslessDrafter):
             draws,
             min_confidence=self._min_confidence,
             stop_tokens=self._stop_tokens,
+            stop=self.stop,
             least=self.least,
         )
         return drive(timed(steps, self._watch))

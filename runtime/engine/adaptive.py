@@ -22,14 +22,15 @@ from viasd.runtime.adaptive.stopping import asks
 from viasd.runtime.adaptive.three_tiers import CascadeVerification
 from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer, Tables
 from viasd.runtime.answer import Answer
-from viasd.runtime.drafters import ModelLine, SelfDrafter
+from viasd.runtime.config import GenerationConfig
+from viasd.runtime.drafters import FeatureDrafter, LookupDrafter, ModelLine, SelfDrafter
 from viasd.runtime.engine.policy import Block
 from viasd.runtime.passes import Admission, Judged
 
 MODES = ("auto", "on", "off")
 _SHARE_LIMIT = 2.0  # logits of an n-gram's shares, which are 1 where it was seen once: none is as sure as that
 _PLACES = 16  # of a block, each with an intercept of its own; later ones count as the last
-_TWO_TIERS = ("sd", "self-sd", "vertical", "horizontal")
+_STOPPED = (ModelLine, FeatureDrafter)  # drafters whose every token costs a pass
 
 
 class AdaptivePolicy:
@@ -37,7 +38,8 @@ class AdaptivePolicy:
 
     Laws stay what they are, but how much of a draft is verified depends on the other requests, and so does which draws a
     sampled answer is made of. A request that names a seed wants the very tokens that this seed gives alone: in ``auto`` mode
-    it is left in peace.
+    it is left in peace. So are two tiers whose drafter is made of two (lookup first, vertical, horizontal): what its next
+    token costs is not known before it is there.
 
     Args:
         pair: The pair.
@@ -85,8 +87,8 @@ class AdaptivePolicy:
         for number, stop in self._stops.items():
             if self.two_tiers.stops_drafting:
                 self.two_tiers.stopped(number, stop.taken())
-        steered = [(n, a) for n, a in running if self._steers(a)]
-        two = [(n, a) for n, a in steered if a.plan.strategy in _TWO_TIERS]
+        steered = [(n, a) for n, a in running if self.steers(a)]
+        two = [(n, a) for n, a in steered if a.plan.strategy != "cascade"]
         three = [(n, a) for n, a in steered if a.plan.strategy == "cascade"]
         self._running = len(running)
         self._context = max((len(answer.tokens) for _, answer in running), default=1)
@@ -99,11 +101,18 @@ class AdaptivePolicy:
                 controller.gamma = max(a.config.decoding.gamma for _, a in answers)
         self._stops = {n: stop for n, stop in self._stops.items() if any(n == m for m, _ in two)}
         for number, answer in two:
-            if number not in self._stops and isinstance(answer.drafter, ModelLine):
+            if number not in self._stops and isinstance(answer.drafter, _STOPPED):
                 self._stops[number] = _Stop(self.two_tiers, number, answer.config.sampling.temperature)
                 answer.drafter.stop = self._stops[number]
         self.two_tiers.begin([n for n, _ in two])
         self.three_tiers.begin([n for n, _ in three], greedy=all(answer.sampler.greedy for _, answer in three))
+
+    def passed_over(self, answer: Answer) -> str | None:
+        """A sentence for a request that drafts and is not steered although it should be: in ``on`` mode."""
+        if self._mode != "on" or answer.drafter is None or self.steers(answer):
+            return None
+        what = "via mode" if answer.plan.mode == "via" else f"strategy {answer.plan.strategy} with this drafter"
+        return f"Adaptive Verification does not steer {what}: its drafts are verified whole"
 
     def admit(self, blocks: Sequence[Block], others: int) -> list[int]:
         """See `AdmissionPolicy`."""
@@ -115,7 +124,7 @@ class AdaptivePolicy:
         ]
         ways: dict[tuple[str, str], list[int]] = {}
         for i, block in enumerate(blocks):
-            if self._steers(block.answer):
+            if self.steers(block.answer):
                 ways.setdefault((block.admission.proposer, block.admission.verifier), []).append(i)
             else:
                 others += lengths[i]
@@ -173,9 +182,23 @@ class AdaptivePolicy:
             return self.three_tiers.admit_to_slim(offers)
         return self.three_tiers.admit_to_full(offers, others)
 
-    def _steers(self, answer: Answer) -> bool:
-        free = self._mode == "on" or answer.sampler.greedy or answer.config.seed is None
-        return free and answer.plan.mode != "via"
+    def leaves(self, config: GenerationConfig) -> bool:
+        """Whether requests of this configuration are left in peace: what they say must follow from their seed."""
+        return self._mode == "auto" and not config.sampling.greedy and config.seed is not None
+
+    def paces(self, config: GenerationConfig) -> bool:
+        """Whether it says how long drafts are, where a request alone would choose that by its own costs."""
+        decoding = config.decoding
+        own = decoding.draft_length is None and decoding.strategy in ("auto", "cascade", "sd")
+        return own and not self.leaves(config) and not self._pair.lookup_first
+
+    def steers(self, answer: Answer) -> bool:
+        """Whether it decides how much of this request's drafts is verified."""
+        if self.leaves(answer.config) or answer.plan.mode == "via":
+            return False
+        if answer.plan.strategy == "cascade":
+            return True
+        return answer.plan.strategy in ("sd", "self-sd") and isinstance(answer.drafter, (*_STOPPED, LookupDrafter))
 
     def _costs_of(self, kind: str) -> Tables:
         def costs(sequences: int) -> BatchCosts | None:

@@ -123,8 +123,7 @@ class Engine:
                 f"strategy {config.decoding.strategy} runs its tokens through the layers in a wave of its own, which other "
                 "sequences can't share; use viasd.generate for one prompt at a time"
             )
-        paced = config.decoding.draft_length is None and config.decoding.strategy in ("auto", "cascade", "sd")
-        if paced and isinstance(self.policy, AdaptivePolicy):
+        if isinstance(self.policy, AdaptivePolicy) and self.policy.paces(config):
             # Drafts end where one more token does not pay, by the costs of a batch instead of those of one sequence.
             config = replace(config, decoding=replace(config.decoding, draft_length="fixed"))
         chat = check_prompt_kind(prompt)
@@ -138,6 +137,8 @@ class Engine:
             chat=chat,
             chunk=self.chunk,
         )
+        if isinstance(self.policy, AdaptivePolicy) and (note := self.policy.passed_over(answer)):
+            answer.notes.append(note)
         needed = worst_bytes(answer)
         self.budget.check(needed, worst_positions(answer))
         request = Request(self._next, answer, needed)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from features import feature_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import pair_of
@@ -403,7 +404,7 @@ def test_after_long_with_nothing_admitted_one_whole_draft_is() -> None:
     assert [max(t) == 4 for t in turns] == [False, False, False, True] * 3
     assert all(sum(t) == 0 for t in turns if max(t) < 4)
     assert turns[3].index(4) != turns[7].index(4)  # not always the same one's
-    assert made.restarts == 3
+    assert made._restart.count == 3
 
 
 def test_what_is_in_the_pass_anyway_counts() -> None:
@@ -499,11 +500,10 @@ def test_drafting_that_is_paid_already_makes_both_verifiers_look_cheaper() -> No
 def test_edges_of_three_tiers_learn_apart() -> None:
     made = cascade(FLAT)
     for _ in range(REFIT_OBSERVATIONS):
-        made.judged_by_slim(Outcome(CONFIDENT, 4, 0))
-        made.judged_by_full(Outcome(CONFIDENT, 4, 4))
+        made.slim.observe(Outcome(CONFIDENT, 4, 0))
+        made.full.observe(Outcome(CONFIDENT, 4, 4))
         made.begin([0, 1])
     assert made.slim.chances([2.0])[0] < 0.5 < made.full.chances([2.0])[0]
-    assert [edge["edge"] for edge in made.state()["edges"]] == ["drafter->slim", "slim->full"]
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
@@ -561,6 +561,30 @@ def test_measuring_leaves_no_gradient_and_no_state_behind() -> None:
     assert table.slim == {}
     assert all(not p.requires_grad or p.grad is None for p in pair.target.model.parameters())
     assert torch.is_grad_enabled()
+
+
+def test_a_drafter_of_states_takes_n_times_as_long_for_n_sequences() -> None:
+    made = costs_module._measure(feature_pair(), None, None, 8, 16, 2)
+    assert made.drafter[1] > 0
+    assert made.draft_seconds(8) == pytest.approx(8 * made.draft_seconds(1))
+
+
+def test_layers_of_the_target_are_measured_on_the_target_where_the_pair_has_a_drafter_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, passes = pair_of("llama", "model"), costs_module.through
+    run: list[Any] = []
+
+    def seen(model: Any, route: Any, lines: Any) -> Any:
+        run.append((model, route))
+        return passes(model, route, lines)
+
+    monkeypatch.setattr(costs_module, "through", seen)
+    own = LayerMask.even(pair.target.n_layers, 0.5).route
+    made = costs_module._measure(pair, None, own, 2, 16, 1)
+    assert set(made.drafter) == {1, 2}
+    assert {id(model) for model, _ in run} == {id(pair.target)}
+    assert own in [route for _, route in run]
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 from batchlaws import Toy
+from features import feature_pair
 from laws import PROMPT, random_table
-from tiny import hf_greedy, model_of, pair_of, prompt_ids
+from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids
 
 from viasd.errors import OptionError
 from viasd.estimator import LogisticEstimator
+from viasd.runtime import assembly as assembly_module
 from viasd.runtime.adaptive.costs import BatchCosts
 from viasd.runtime.adaptive.verification import AdaptiveConfig, Offer
+from viasd.runtime.costs import CostTable
 from viasd.runtime.drafters import Draft, ModelLine
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.engine import Engine
@@ -242,14 +245,45 @@ def test_sampled_outputs_are_the_same_for_the_same_company(monkeypatch: pytest.M
 def test_a_request_that_names_its_seed_is_left_in_peace_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "batch_costs", lambda *_: table(1.0, 0.05))
     pair = pair_of("llama", "model", noise=0.1)
-    options = {"temperature": 1.0, "strategy": "sd", "seeds": range(5)}
-    _, alone = served(pair, adaptive="off", **options, draft_length="fixed")
+    options = {"temperature": 1.0, "strategy": "sd", "seeds": range(5), "draft_length": "fixed"}
+    _, alone = served(pair, adaptive="off", **options)
     engine, left = served(pair, adaptive="auto", **options)
     assert [r.token_ids for r in left] == [r.token_ids for r in alone]
     assert all(r.stats.adaptive.admitted == r.stats.adaptive.offered > 0 for r in left)
     assert engine.policy.edges["drafter->full"].estimator.observations > 0  # but learnt from
     _, steered = served(pair, adaptive="auto", temperature=1.0, strategy="sd")
     assert sum(r.stats.adaptive.offered for r in steered) < sum(r.stats.adaptive.offered for r in left)
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_a_sampled_request_that_names_its_seed_says_what_it_says_alone(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_module, "batch_costs", lambda *_: table(1.0, 0.05))
+    # Alone it chooses its lengths by these costs: longer blocks pay, but not whole ones.
+    paced = CostTable(128, {n: 1 + 0.3 * max(0, n - 2) for n in range(1, 9)}, {}, {}, 0.01)
+    monkeypatch.setattr(assembly_module, "cost_table", lambda *_: paced)
+    pair = pair_of("llama", drafter, noise=0.1)
+    options: dict[str, Any] = {"temperature": 1.0, "strategy": "sd"}
+    _, answers = served(pair, adaptive="auto", seeds=range(5), **options)
+    for i, answer in enumerate(answers):
+        alone = generate(pair, prompt_ids()[: 8 + i], max_new_tokens=30, gamma=4, **{**options, "seed": i})
+        assert answer.token_ids == alone.token_ids
+        assert answer.stats.gated == alone.stats.gated
+
+
+@pytest.mark.parametrize(("strategy", "lookup_first"), [("sd", True), ("horizontal", False)])
+def test_a_drafter_made_of_two_is_not_steered_and_that_is_said(
+    strategy: str, lookup_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_module, "batch_costs", lambda *_: pytest.fail("measured"))
+    pair = feature_pair(lookup_first=lookup_first)
+    _, results = served(pair, 3, temperature=0.0, strategy=strategy)
+    assert all(r.stats.adaptive.admitted == r.stats.adaptive.offered > 0 for r in results)
+    assert all(any("does not steer" in note for note in r.notes) for r in results)
+    _, quiet = served(pair, 3, adaptive="auto", temperature=0.0, strategy=strategy)
+    assert [r.token_ids for r in quiet] == [r.token_ids for r in results]
+    assert not any("does not steer" in note for r in quiet for note in r.notes)
 
 
 def test_steep_costs_are_heeded_and_flat_ones_trim_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,11 +297,12 @@ def test_steep_costs_are_heeded_and_flat_ones_trim_nothing(monkeypatch: pytest.M
     assert shares[0] > shares[1] > shares[2]
 
 
-def test_what_does_not_pay_is_not_even_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = pair_of("llama", "model", noise=0.1)
+@pytest.mark.parametrize("drafter", ["model", "self", "feature"])
+def test_what_does_not_pay_is_not_even_drafted(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = feature_pair() if drafter == "feature" else pair_of("llama", drafter, noise=0.1)
     calls = []
-    for drafter in (0.001, 30.0):
-        monkeypatch.setattr(policy_module, "batch_costs", lambda *_, d=drafter: table(0.01, d))
+    for seconds in (0.001, 30.0):
+        monkeypatch.setattr(policy_module, "batch_costs", lambda *_, s=seconds: table(0.01, s))
         _, results = served(pair, temperature=0.0, strategy="sd")
         calls.append(sum(r.stats.drafter_calls for r in results))
     assert calls[0] > 3 * calls[1] > 0
