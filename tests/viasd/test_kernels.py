@@ -275,10 +275,11 @@ def test_lossless_decoding_is_plain_decoding_in_bf16_too(family: str, strategy: 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
-def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [5, 8, 75])
+def test_products_are_those_of_the_weights_that_codes_stand_for(size: int, kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    weight, x = torch.randn(75, 96).to(dtype), torch.randn(17, 96).to(dtype)
-    bias = torch.randn(75).to(dtype)
+    weight, x = torch.randn(size, 96).to(dtype), torch.randn(17, 96).to(dtype)
+    bias = torch.randn(size).to(dtype)
     library = build.load()
     if kind == "int8":
         codes, scale = int8_codes(weight)
@@ -297,8 +298,8 @@ def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype
     got = run(x)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=5e-3 if dtype.itemsize == 2 else 1e-5)
-    assert got.shape == (17, 75)
-    for n in (1, 2, 5, 16):
+    assert got.shape == (17, size)
+    for n in (1, 2, 3, 4, 5, 6, 7, 8, 15, 16):
         assert torch.equal(run(x[:n]), got[:n])
 
 
