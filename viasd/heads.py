@@ -26,12 +26,11 @@ from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
 from viasd.products import Dense, padded
+from viasd.shortlist import UNKNOWN
 
 SCHEMA_VERSION = 1
 LENS = "lens:"
 _META = "viasd"  # the one entry of the file's metadata, JSON
-# Logit of a word that a head does not know: its probability is 0, yet a law is left where processors ban all others.
-_UNKNOWN = -1e4
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +235,7 @@ class ExitHead:
         logits = self._model.readout(hidden, self._turned)
         if self._shortlist is None:
             return logits
-        whole = logits.new_full((logits.shape[0], self._model.vocabulary), _UNKNOWN)
+        whole = logits.new_full((logits.shape[0], self._model.vocabulary), UNKNOWN)
         return whole.index_copy_(1, self._shortlist.to(logits.device), logits)
 
     def promise(self, hidden: Tensor) -> float | None:
