@@ -25,7 +25,7 @@ from viasd.errors import HeadsError, OptionError
 from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
-from viasd.products import Dense, padded
+from viasd.products import Dense
 from viasd.shortlist import UNKNOWN
 
 SCHEMA_VERSION = 1
@@ -222,7 +222,9 @@ class ExitHead:
         self._head = head
         self._shortlist = None if shortlist is None else shortlist.to(model.device, torch.long)
         self._probe = None if probe is None else (probe[:-1].to(model.device, torch.float32), float(probe[-1]))
-        self._transform = None if transform is None else Dense(transform.to(model.device, model.dtype).contiguous())
+        self._turn: Callable[[Tensor], Tensor] | None = None
+        if transform is not None:
+            self._turn = model.product(Dense(transform.to(model.device, model.dtype).contiguous()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExitHead) and self.key == other.key
@@ -247,8 +249,7 @@ class ExitHead:
         return float(torch.sigmoid(unit(hidden[0, -1].float()) @ weights + bias))
 
     def _turned(self, normed: Tensor) -> Tensor:
-        turn = self._transform
-        return self._head(normed if turn is None else turn(padded(normed, turn))[: normed.shape[0]])
+        return self._head(normed if self._turn is None else self._turn(normed))
 
 
 def unit(rows: Tensor) -> Tensor:
