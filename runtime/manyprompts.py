@@ -113,7 +113,7 @@ class _Run:
             try:
                 if line.messages is not None and args.chat is False:
                     raise OptionError('"messages" is a chat, but --no-chat leaves the chat template out')
-                number = self._engine.add(prompt, **{**options, **line.options})
+                number = self._engine.add(prompt, name=f"line {line.number}", **{**options, **line.options})
             except ViasdError as error:
                 raise type(error)(f"'{args.prompts}', line {line.number}: {error}") from error
             self._asked[number] = line

@@ -151,6 +151,7 @@ def generate(
             mask=mask,
             heads=heads,
             guard=guard,
+            name=f"row {row}" if len(padding) > 1 else None,
         )
         answers.append(session.run())
         guard = session.guard

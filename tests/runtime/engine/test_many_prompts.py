@@ -149,7 +149,8 @@ def test_a_file_of_prompts_reads_out_as_it_is_told(run: Run, prompts: str, pair:
         alone = viasd.generate(pair, line["prompt"], mask=None, readout="trough", **{"max_new_tokens": 9, **options})
         assert (answer["token_ids"], answer["selected_layers"]) == (alone.token_ids, alone.selected_layers)
         assert answer["target"] == alone.target
-    assert "readout of the full verifier: step 3" in " ".join(err.split())
+    for number in range(1, len(TEXTS) + 1):
+        assert f"line {number}: readout of the full verifier: step 3" in " ".join(err.split())
 
 
 def test_messages_go_through_the_template_and_prompts_as_messages_where_it_is_used(
