@@ -34,7 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class LossyWarning(UserWarning):
-    """Says, once a call, that an output is not the target's own, and how far it may be from it."""
+    """Says, once a call, that an output is not the model's own, and how far it may be from it.
+
+    Either a lossy mode ran, or a confident readout made another target of the model.
+    """
 
 
 def generate(
