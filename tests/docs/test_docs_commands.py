@@ -21,9 +21,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("viasd.runtime.bench.costs._PROBE_BYTES", 1 << 20)
     monkeypatch.setattr("viasd.runtime.bench.costs._REPEATS", 2)
     # A command without a prompt reads one.
-    monkeypatch.setattr(
-        "sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=SimpleNamespace(read=lambda: b"hello hello"))
-    )
+    typed = SimpleNamespace(read=lambda: b"hello hello")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=typed))
     return tmp_path
 
 

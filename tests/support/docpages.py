@@ -184,7 +184,8 @@ def on_tiny_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(target=path, drafter=small(drafter or "lookup"), config=chosen, **rest)
 
     monkeypatch.setattr(viasd.load, "load_pair", load_pair)
-    monkeypatch.setattr("viasd.runtime.bench.soak.load_pair", load_pair)
+    for module in ("soak", "basics", "confident"):
+        monkeypatch.setattr(f"viasd.runtime.bench.{module}.load_pair", load_pair)
     monkeypatch.setattr(
         viasd.loading,
         "load_pair_models",
@@ -213,5 +214,4 @@ def _loaded(real: Callable[..., Pair], pair: str | None, config: LoadConfig, res
 
 def options_named(text: str) -> Iterator[str]:
     """Every ``--option`` that a page speaks of."""
-    for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text):
-        yield option
+    yield from re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)
