@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -42,6 +43,11 @@ def test_the_commands_of_a_page(
     for words in todo:
         capfd.readouterr()
         assert docpages.run(words) == 0, f"{shlex.join(words)}\n{capfd.readouterr().err}"
+    told = docpages.mask_fields()
+    for path in here.glob("*.json"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "keep" in found:
+            assert set(found) <= told, f"{path.name} has fields of which docs/masks.md says nothing"
 
 
 @pytest.mark.weights

@@ -148,6 +148,8 @@ def furnish(folder: Path) -> None:
     items = [{"question_id": i, "category": "qa", "turns": ["hello hello hello"]} for i in range(2)]
     _write(folder / "spec_bench.jsonl", items)
     _write(folder / "gsm8k.jsonl", [{"question": "1 and 1?", "answer": "that is 2"} for _ in range(2)])
+    said = {"prompt": "one and one and one is", "completion": " three, and one and one and one is three again, as it was."}
+    _write(folder / "maths.jsonl", [said] * 6)
     (folder / "questions.txt").write_text("what?\nwhy?\n", encoding="utf-8")
 
 
@@ -215,3 +217,16 @@ def _loaded(real: Callable[..., Pair], pair: str | None, config: LoadConfig, res
 def options_named(text: str) -> Iterator[str]:
     """Every ``--option`` that a page speaks of."""
     yield from re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)
+
+
+def section(page: str, heading: str) -> str:
+    """The text of a page between one heading (with its number signs) and the next of its kind."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    depth = heading.split()[0]
+    return text.split(f"\n{heading}\n", 1)[1].split(f"\n{depth} ")[0]
+
+
+def mask_fields() -> set[str]:
+    """The fields of a mask file that docs/masks.md names."""
+    rows = [line for line in section("masks.md", "## The file").splitlines() if line.startswith("| ")]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
