@@ -41,7 +41,7 @@ _SHORT = {
     "viasd-run": ("--max-new-tokens", "6"),
     "viasd-search": ("--trials", "4", "--controls", "2", "--tau", "24", "--prompts", "2"),
     "viasd-fit corpus": ("--conversations", "160", "--max-new-tokens", "24", "--batch", "40"),
-    "viasd-fit drafter": ("--batch", "512", "--minutes", "0.05"),
+    "viasd-fit drafter": ("--batch", "512", "--steps", "2"),
     "viasd-fit heads": ("--steps", "2", "--batch", "64"),
     "viasd-fit stitches": ("--tokens", "200", "--exam", "256"),
     "viasd-bench": ("--max-new-tokens", "4", "--repeats", "1", "--limit", "1"),
@@ -113,6 +113,10 @@ def shortened(words: Sequence[str]) -> list[str]:
     if "--plot" in rest and importlib.util.find_spec("matplotlib") is None:
         at = rest.index("--plot")
         del rest[at : at + 2]
+    for option, least in (("--passes", None), ("--width", "16")):
+        if option in rest:
+            at = rest.index(option)
+            rest[at : at + 2] = [] if least is None else [option, least]
     if rest and rest[0] in ("show", "compare", "pick", "export"):
         return rest
     if name == "viasd-run" and {"--list-pairs", "--version"} & {*rest}:
