@@ -152,7 +152,10 @@ def furnish(folder: Path) -> None:
     items = [{"question_id": i, "category": "qa", "turns": ["hello hello hello"]} for i in range(2)]
     _write(folder / "spec_bench.jsonl", items)
     _write(folder / "gsm8k.jsonl", [{"question": "1 and 1?", "answer": "that is 2"} for _ in range(2)])
-    said = {"prompt": "one and one and one is", "completion": " three, and one and one and one is three again, as it was."}
+    said = {
+        "prompt": "one and one and one is",
+        "completion": " three, and one and one and one is three again, as it was.",
+    }
     _write(folder / "maths.jsonl", [said] * 6)
     (folder / "questions.txt").write_text("what?\nwhy?\n", encoding="utf-8")
 
