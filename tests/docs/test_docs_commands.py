@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import docpages
 import pytest
 import torch
-from docpages import PAGES, blocks, commands, needs_weights
+from docpages import PAGES, ROOT, blocks, commands, needs_weights
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 
@@ -51,6 +51,22 @@ def test_the_commands_of_a_page(
             assert set(found) <= told, f"{path.name} has fields of which docs/masks.md says nothing"
 
 
+def test_the_commands_behind_the_figures(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those that stand in the sentences of docs/measured.md."""
+    docpages.furnish(here)
+    docpages.on_tiny_models(here, monkeypatch)
+    todo = docpages.commands_within(ROOT / "docs" / "measured.md")
+    assert len(todo) >= 8
+    assert docpages.run(["viasd-fit", "corpus", "--output", "corpus.safetensors"]) == 0
+    for words in todo:
+        if "viasd.runtime.bench.confident" in words:
+            words = ["gsm8k.jsonl" if word == "spec_bench.jsonl" else word for word in words]
+        capfd.readouterr()
+        assert docpages.run(words) == 0, f"{shlex.join(words)}\n{capfd.readouterr().err}"
+
+
 @pytest.mark.weights
 @pages
 def test_the_commands_of_a_page_that_name_a_shipped_mask(
@@ -68,7 +84,8 @@ def test_the_commands_of_a_page_that_name_a_shipped_mask(
 @pages
 def test_the_programs_of_a_page(page: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other under one roof, on the demo weights, with short answers."""
-    programs = blocks(page, "python")
+    # What README says of transformers is run, and looked at, by tests/runtime/hf/test_hf_readme.py.
+    programs = [b for b in blocks(page, "python") if page.name != "README.md" or "viasd.hf" not in b.text]
     if not programs:
         pytest.skip("no programs")
     docpages.on_demo_weights(monkeypatch)

@@ -93,6 +93,35 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
+#: What stands for a name or number in a command within the text, by the option before it.
+_FILLED = {
+    "--pair PAIR": "smollm2-lookup:135m",
+    "--dataset FILE": "spec_bench.jsonl",
+    "--heads FILE": "lens:3,6",
+    "--corpus FILE": "corpus.safetensors",
+    "--output FILE": "out.json",
+    "--mask MASK": "even:0.3",
+    "--steps STEPS": "30",
+    "--lr LR": "1e-4",
+    "--backtrack-layers N": "1",
+}
+
+
+def commands_within(page: Path) -> list[list[str]]:
+    """Whole commands in the sentences of a page (three options or more), with something for each capital placeholder."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = []
+    for code in re.findall(r"`([^`]+)`", text):
+        words = code.split()
+        if code.count(" --") < 3 or not (words[0] in COMMANDS or words[:2] == ["python", "-m"]):
+            continue
+        for i, word in enumerate(words):
+            if word.isupper():
+                words[i] = _FILLED[f"{words[i - 1]} {word}"]
+        found.append(words)
+    return found
+
+
 def name_of(words: Sequence[str]) -> str:
     """A command's name in `_SHORT`: the program, with its subcommand where it has some, or the module."""
     if words[0] == "python":
@@ -113,10 +142,11 @@ def shortened(words: Sequence[str]) -> list[str]:
     if "--plot" in rest and importlib.util.find_spec("matplotlib") is None:
         at = rest.index("--plot")
         del rest[at : at + 2]
-    for option, least in (("--passes", None), ("--width", "16")):
+    for option, least in (("--passes", None), ("--width", "16"), ("--threads", "1"), ("--concurrency", "1,4")):
         if option in rest:
             at = rest.index(option)
-            rest[at : at + 2] = [] if least is None else [option, least]
+            many = option != "--concurrency" or "," in rest[at + 1]
+            rest[at : at + 2] = [] if least is None else [option, least if many else rest[at + 1]]
     if rest and rest[0] in ("show", "compare", "pick", "export"):
         return rest
     if name == "viasd-run" and {"--list-pairs", "--version"} & {*rest}:
