@@ -13,11 +13,13 @@ from typing import Any
 import docpages
 import pytest
 from docpages import PAGES, ROOT, section
+from tiny import generate, pair_of
 
 import viasd
 import viasd.errors
 from viasd import masks, shipped
 from viasd.runtime.bench import report
+from viasd.runtime.hf import refusals
 from viasd.runtime.names import MODES, STRATEGIES
 from viasd.runtime.result import Result
 
@@ -75,6 +77,23 @@ def test_every_parameter_and_field_is_there_and_no_other(path: str) -> None:
     extra = {"is_chat", "dtype", "device", "encode"} if what is viasd.Pair else set()
     assert all(hasattr(what, name) for name in extra)
     assert set(told) == names_of(what) | extra
+
+
+def test_settings_of_transformers_are_told_as_they_are_honoured_or_refused() -> None:
+    text = section("api.md", "### `viasd.hf.generate`")
+    honoured, refused = (re.search(rf"{words}: (.*?)\.\s", text, re.DOTALL) for words in ("honoured", "the reason"))
+    assert honoured is not None
+    assert refused is not None
+    assert set(re.findall(r"`(\w+)`", honoured[1])) == refusals._HONOURED
+    assert set(re.findall(r"`(\w+)`", refused[1])) == set(refusals._ADVICE)
+
+
+def test_every_key_of_an_answers_json_is_told() -> None:
+    answer = generate(pair_of("llama"), "hello", max_new_tokens=2)
+    text = section("api.md", "### `viasd.Result`")
+    assert set(answer.as_json()) <= set(re.findall(r"`(\w+)`", text))
+    counters = section("api.md", "### `viasd.runtime.metrics.Counters`")
+    assert set(answer.stats.as_json()) <= set(re.findall(r"`(\w+)`", counters))
 
 
 def test_members_of_the_engine() -> None:
