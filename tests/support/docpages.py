@@ -20,6 +20,7 @@ from tiny import model_of, save_target, tokenizer
 import viasd.load
 import viasd.loading
 from viasd import masks
+from viasd.kernels import build
 from viasd.loading import LoadConfig
 from viasd.pair import Pair
 from viasd.pairs import DEFAULT_PAIR, MODEL_FREE_DRAFTERS, parse_pair, split_drafter
@@ -195,7 +196,12 @@ def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def on_tiny_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever registered models are asked for, tiny ones are loaded; folders and drafter files are what they are."""
+    """Whatever registered models are asked for, tiny ones are loaded; folders and drafter files are what they are.
+
+    What searches and fits keep goes to a cache of the page's own. The kernels are loaded before, not compiled anew for it.
+    """
+    build.why_missing()
+    monkeypatch.setenv("VIASD_CACHE", str(folder / "cache"))
     real, real_models = viasd.load.load_pair, viasd.loading.load_pair_models
 
     def present(reference: str) -> bool:
