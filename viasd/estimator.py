@@ -104,7 +104,12 @@ class _Statistics:
     def remembered(self, past: _Statistics, memory: float) -> _Statistics:
         """Curvature and weights of these observations and those before, of which `memory` are kept; no gradients."""
         keep = memory / (memory + self.count)
-        a, b, c, n = (past.a + self.a) * keep, (past.b + self.b) * keep, (past.c + self.c) * keep, (past.n + self.n) * keep
+        a, b, c, n = (
+            (past.a + self.a) * keep,
+            (past.b + self.b) * keep,
+            (past.c + self.c) * keep,
+            (past.n + self.n) * keep,
+        )
         return _Statistics(a, b, c, np.zeros_like(self.g0), np.zeros_like(self.g1), n)
 
 
