@@ -26,6 +26,7 @@ from viasd.runtime.hf.options import Own, configured, pair_of, room_of, slim_mas
 from viasd.runtime.hf.prepared import PreparedSampler, of_row
 from viasd.runtime.hf.refusals import check_arguments, check_batch, check_settings, left_padding
 from viasd.runtime.hf.rows import Answer, RowSession, Wanted, end_tokens
+from viasd.runtime.hf.together import decoded
 from viasd.runtime.metrics import Counters
 from viasd.runtime.result import Result, describe_loss
 from viasd.shipped import resolve_heads
@@ -132,8 +133,7 @@ def generate(
         scores=bool(returned and generation_config.output_scores),
         logits=bool(returned and generation_config.output_logits),
     )
-    answers: list[Answer] = []
-    guard = None  # learns over all rows
+    rows: list[RowSession] = []
     for row, spare in enumerate(padding):
         ids = input_ids[row : row + 1]
         mine = of_row(logits_processor, row, len(padding), generation_config.num_return_sequences or 1)
@@ -150,10 +150,10 @@ def generate(
             sampler,
             mask=mask,
             heads=heads,
-            guard=guard,
+            guard=rows[0].guard if rows else None,  # learns over all rows
         )
-        answers.append(session.run())
-        guard = session.guard
+        rows.append(session)
+    answers = decoded(rows)
     if streamer is not None:
         streamer.end()
     results = [answer.result for answer in answers]
