@@ -74,7 +74,7 @@ class Guard:
     def __init__(self, config: GuardConfig | None = None, start: Mapping[str, Any] | None = None) -> None:
         self.config = config or GuardConfig()
         self._seeded = start is not None
-        self._held: list[tuple[Array, list[int], Array]] | None = None
+        self._held: list[tuple[Array, Sequence[int], Sequence[float]]] | None = None
         self.estimator = LogisticEstimator.from_state(start) if start is not None else new_estimator()
         if len(self.estimator.slopes) != len(FEATURES):
             raise MaskError(
@@ -102,12 +102,11 @@ class Guard:
 
     def observe(self, features: Array, positions: Sequence[int], agreement: Sequence[float]) -> None:
         """Learns from judged tokens; refits from time to time."""
-        agreed = np.clip(np.asarray(agreement, dtype=np.float64), 0.0, 1.0)
         if self._held is not None:
-            self._held.append((features, list(positions), agreed))
+            self._held.append((features, positions, agreement))
             return
         capped = np.minimum(np.asarray(positions, dtype=np.int64), len(self.estimator.intercepts) - 1)
-        self.estimator.observe(features, capped, agreed)
+        self.estimator.observe(features, capped, np.clip(np.asarray(agreement, dtype=np.float64), 0.0, 1.0))
         if self.estimator.pending >= self.config.refit_every:
             self.estimator.refit()
 

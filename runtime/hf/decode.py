@@ -141,18 +141,19 @@ def generate(
             mine, greedy=config.sampling.greedy, lead=ids[0, :spare].tolist(), device=input_ids.device
         )
         assert config.seed is not None
-        session = RowSession(
-            pair,
-            ids,
-            spare,
-            replace(config, seed=config.seed + row),
-            wanted,
-            sampler,
-            mask=mask,
-            heads=heads,
-            guard=rows[0].guard if rows else None,  # learns over all rows
+        rows.append(
+            RowSession(
+                pair,
+                ids,
+                spare,
+                replace(config, seed=config.seed + row),
+                wanted,
+                sampler,
+                mask=mask,
+                heads=heads,
+                guard=rows[0].guard if rows else None,  # learns over all rows
+            )
         )
-        rows.append(session)
     answers = decoded(rows)
     if streamer is not None:
         streamer.end()
