@@ -14,6 +14,7 @@ from tiny import model_of
 
 import viasd
 from viasd.errors import LoadError
+from viasd.kernels.build import why_missing
 from viasd.layered import LayeredModel
 from viasd.runtime.engine import batch, memory
 from viasd.runtime.guard import GuardedGate
@@ -69,7 +70,9 @@ def test_every_row_is_what_it_is_alone(how: str, sampled: bool, monkeypatch: Any
     assert len({len(result.token_ids) for result in shared.viasd}) > 2
     for name in ("scores", "logits"):
         for ours, theirs in zip(getattr(shared, name), getattr(alone, name), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            # Under the CPU kernels bit for bit.
+            close = {} if why_missing() else {"atol": 0.0, "rtol": 0.0}
+            torch.testing.assert_close(ours, theirs, **close)
     pairs = list(zip(shared.viasd, alone.viasd, strict=True))
     assert how == "paced" or all(same(ours, theirs) for ours, theirs in pairs)  # lengths by measured times
     assert [r.seed for r in shared.viasd] == [r.seed for r in alone.viasd]
