@@ -118,15 +118,21 @@ def test_long_prompts_come_in_pieces(how: str, by_row: Any, monkeypatch: Any) ->
     assert torch.equal(shared.sequences, theirs)
 
 
-@pytest.mark.parametrize("free", [1, 150_000])
-def test_little_memory_delays_rows_and_refuses_none(free: int, monkeypatch: Any, caplog: Any) -> None:
+@pytest.mark.parametrize("fitting", [0, 1, 2])
+def test_little_memory_delays_rows_and_refuses_none(fitting: int, monkeypatch: Any, caplog: Any) -> None:
     model = model_of("llama")
     theirs = model.generate(**inputs(TEXTS), max_new_tokens=N)
-    monkeypatch.setattr(memory, "free_memory", lambda device: free)
-    with watched(monkeypatch) as seen, caplog.at_level("INFO", logger="viasd.runtime.hf.together"):
+    needed: list[int] = []
+    caplog.set_level("INFO", logger="viasd.runtime.hf.together")
+    monkeypatch.setattr(together, "worst_bytes", lambda row: needed.append(memory.worst_bytes(row)) or needed[-1])
+    call(model, TEXTS, "plain")
+    assert len(set(needed)) == 1
+    assert not caplog.records
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * fitting * needed[0])  # of which half may be used
+    with watched(monkeypatch) as seen:
         ours = call(model, TEXTS, "plain")
     assert torch.equal(ours.sequences, theirs)
-    assert max(n for n, _ in seen.full) == (1 if free == 1 else max(n for n, _ in seen.full))
+    assert max(n for n, _ in seen.full) == max(1, fitting)
     assert "some wait for others to end" in caplog.text
 
 
