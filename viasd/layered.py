@@ -83,6 +83,9 @@ class LayeredModel:
         # Those that one call can run together: of one dtype.
         native = {index: layer for index, layer in enumerate(self._lean) if isinstance(layer, NativeLayer)}
         self._native = native if len({layer.dtype for layer in native.values()}) == 1 else {}
+        self._most = min((layer.most for layer in native.values()), default=MOST_TOKENS)
+        for layer in native.values():  # a pass runs by the kernels in all of them or in none
+            layer.most = self._most
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
         check_layers(self.name, self.layers)
@@ -291,8 +294,8 @@ class LayeredModel:
 
     def _pieces(self, hidden: Tensor, step: Step) -> list[tuple[slice, Step]]:
         """A packed pass in parts of which the kernels run all or nothing."""
-        mixed = type(step) is Step and hidden.shape[1] > MOST_TOKENS
-        return step.pieces(MOST_TOKENS) if mixed else []
+        mixed = type(step) is Step and hidden.shape[1] > self._most
+        return step.pieces(self._most) if mixed else []
 
     def _groups(
         self, layers: Iterable[int], begins: AbstractSet[int], alone: AbstractSet[int], hidden: Tensor, step: Step
