@@ -103,6 +103,8 @@ def test_passes_are_shared_and_a_row_leaves_when_it_has_ended(monkeypatch: Any) 
     monkeypatch.setattr(batch, "run_full", counting)
     out = call(model, texts, "plain", eos_token_id=end)
     assert [len(result.token_ids) for result in out.viasd] == ends
+    last = [row[n - 1] for row, n in zip(written, ends, strict=True)]
+    assert [result.finish_reason for result in out.viasd] == ["eos" if t == end else "length" for t in last]
     running = [sum(n >= t for n in ends) for t in range(1, max(ends) + 1)]
     assert [n for n, _ in passes if n] == running, "one pass a token, with the rows that go on"
     assert [caches for n, caches in passes if n] == running, "a row that has ended has given its memory back"
