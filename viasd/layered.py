@@ -26,6 +26,7 @@ from viasd.forms import ModelProducts, layer_forms
 from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, run_layers
 from viasd.kv import SequenceKV
 from viasd.lean import obstacle
+from viasd.products import Product
 from viasd.readout import Readout
 from viasd.rotary import RotaryTable, Rotation
 
@@ -339,6 +340,18 @@ class LayeredModel:
             rows: Token ids ``[m]``; None takes the whole vocabulary.
         """
         return self._readout.rows(rows)
+
+    def product(self, product: Product) -> Callable[[Tensor], Tensor]:
+        """A product that belongs to a readout, ``[n, k]`` -> ``[n, o]``: by the CPU kernels where the model's own is."""
+        return self._readout.product(product)
+
+    @property
+    def steady_rows(self) -> int | None:
+        """Most rows that a readout with another head may have in one call without noticing each other (by the CPU kernels).
+
+        None where torch's products run, which promise nothing of the kind.
+        """
+        return self._readout.steady_rows
 
     def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb

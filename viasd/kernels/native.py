@@ -20,7 +20,7 @@ from torch import Tensor
 from viasd.attention import Step
 from viasd.errors import KernelError
 from viasd.lean import LeanLayer, Norm
-from viasd.products import Dense, Matrix, Product, padded
+from viasd.products import Matrix, Product, padded
 from viasd.rotary import Rotation
 
 #: A sequence's pass of more tokens runs through torch, where the kernels do not know how to multiply many rows: from here on
@@ -96,15 +96,15 @@ class NativeLayer:
     Args:
         lean: The layer, without a `layer_obstacle`. It runs what the kernel does not: longer passes, and passes that are
             differentiated.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
 
     Attributes:
         most: Tokens of a sequence that the kernels run in one pass.
     """
 
-    def __init__(self, lean: LeanLayer, library: ctypes.CDLL) -> None:
+    def __init__(self, lean: LeanLayer, kernels: ctypes.CDLL) -> None:
         self.lean = lean
-        self.library = library
+        self.kernels = kernels
         self._held: list[Tensor] = []  # whose addresses the kernel knows
         made, norms = lean.products, lean.norms
         qkv = made.qkv.matrices
@@ -130,7 +130,7 @@ class NativeLayer:
         self.stored = torch.empty(lean.kv_heads, 1, lean.head_dim, dtype=self.dtype)
         self.address = ctypes.addressof(self._layer)
         self.most = MOST_TOKENS
-        if library.viasd_many() and torch.get_num_threads() <= _MOST_THREADS and all(map(_in_columns, made)):
+        if kernels.viasd_many() and torch.get_num_threads() <= _MOST_THREADS and all(map(_in_columns, made)):
             self.most = sys.maxsize
 
     @property
@@ -219,7 +219,7 @@ def run_layers(
             torch.get_num_threads(),
             _PARTS[part],
         )
-        _check(layers[0].library.viasd_layers(byref(call)))
+        _check(layers[0].kernels.viasd_layers(byref(call)))
         angles += angle * call.rows
     return out
 
@@ -248,12 +248,12 @@ class NativeReadout:
         norm: The norm.
         head: The head, of one matrix.
         rows: Logit rows that are wanted, from the first on.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
-    def __init__(self, norm: Norm, head: Product, rows: int, library: ctypes.CDLL) -> None:
+    def __init__(self, norm: Norm, head: Product, rows: int, kernels: ctypes.CDLL) -> None:
         matrix = head.matrices[0].rows(0, rows)
-        self._run = library.viasd_readout
+        self._run = kernels.viasd_readout
         self._rows = rows
         self._dtype = _dtype_of(matrix)
         made, kept = _norm_of(norm)
@@ -284,16 +284,16 @@ class NativeInt4:
         scale: ``[o, k / 32]`` in the dtype of the rows.
         zero: The same; a weight is ``(code - 8) * scale + zero``.
         bias: ``[o]`` or None.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
     least_rows = 1
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, kernels: ctypes.CDLL) -> None:
         halves = codes.unflatten(1, (-1, 2, 16))
         packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
         self._matrix = Matrix("int4", packed, scale.contiguous(), zero.contiguous(), bias)
-        self._library = library
+        self._kernels = kernels
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -308,7 +308,7 @@ class NativeInt4:
     def __call__(self, rows: Tensor) -> Tensor:
         """See `viasd.products.Product`. Many rows are multiplied with the weights that the codes stand for."""
         if rows.shape[0] <= MOST_TOKENS:
-            return multiplied(rows, self._matrix, self._library)
+            return multiplied(rows, self._matrix, self._kernels)
         return torch.nn.functional.linear(rows, self.weights(), self._matrix.bias)
 
     def weights(self) -> Tensor:
@@ -317,38 +317,37 @@ class NativeInt4:
         dtype = _dtype_of(self._matrix)
         out = torch.empty(matrix.rows, matrix.cols, dtype=dtype)
         threads = c_int64(torch.get_num_threads())
-        _check(self._library.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
+        _check(self._kernels.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
         return out
 
 
-class NativeDense:
-    """A product with weights as they are: few rows by the kernel, many, and rows that are differentiated, through torch.
+class NativeProduct:
+    """A product of which few rows run by the kernel; many, and rows that are differentiated, through torch.
 
     Args:
-        weight: ``[o, k]``, contiguous, on the CPU, in fp32 or bf16.
-        bias: ``[o]`` or None.
-        library: The kernels.
+        product: Of one matrix, without a `product_obstacle`.
+        kernels: The compiled kernels (`build.load`).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
-        self._dense = Dense(weight, bias)
-        self._matrix = Matrix("dense", weight, bias=bias)
-        self._library = library
+    def __init__(self, product: Product, kernels: ctypes.CDLL) -> None:
+        (self._matrix,) = product.matrices
+        self._product = product
+        self._kernels = kernels
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows ``[n, k]`` -> ``[n, o]``."""
-        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
-            return self._dense(padded(rows, self._dense))[: rows.shape[0]]
-        return multiplied(rows, self._matrix, self._library)
+        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != _dtype_of(self._matrix):
+            return self._product(padded(rows, self._product))[: rows.shape[0]]
+        return multiplied(rows, self._matrix, self._kernels)
 
 
-def multiplied(rows: Tensor, matrix: Matrix, library: ctypes.CDLL) -> Tensor:
+def multiplied(rows: Tensor, matrix: Matrix, kernels: ctypes.CDLL) -> Tensor:
     """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
     rows = rows.contiguous()
     out = rows.new_empty(rows.shape[0], matrix.weight.shape[0])
     threads = torch.get_num_threads()
     call = _Product(_described(matrix), rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
-    _check(library.viasd_product(byref(call)))
+    _check(kernels.viasd_product(byref(call)))
     return out
 
 
