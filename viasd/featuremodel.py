@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,26 @@ from viasd.forms import layer_forms
 from viasd.fuse import fuse
 from viasd.heads import unit
 from viasd.kernels import build
-from viasd.kernels.native import NativeDense, NativeLayer
+from viasd.kernels.native import MOST_TOKENS, NativeDense, NativeLayer
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.products import Dense, padded
 from viasd.rotary import RotaryTable
 from viasd.shortlist import ShortReadout
+
+
+class Entries(NamedTuple):
+    """One sequence's share of a pass.
+
+    Attributes:
+        states: See `FeatureModel.run`.
+        following: Likewise.
+        kv: Likewise.
+    """
+
+    states: Tensor
+    following: Sequence[int]
+    kv: SequenceKV
 
 
 class FeatureModel:
@@ -49,8 +64,8 @@ class FeatureModel:
         self._rotations = RotaryTable(self._turned, file.shape.context)
         self.logits = ShortReadout(model, file.shortlist)
         weight = file.weights[FUSE].to(device, dtype).contiguous()
-        native = all(isinstance(form, NativeLayer) for form in self._forms)
-        self._fuse = NativeDense(weight, None, build.load()) if native else _padding(Dense(weight))
+        self._native = all(isinstance(form, NativeLayer) for form in self._forms)
+        self._fuse = NativeDense(weight, None, build.load()) if self._native else _padding(Dense(weight))
 
     @property
     def form(self) -> str:
@@ -62,7 +77,7 @@ class FeatureModel:
         return SequenceKV(self.file.shape.depth)
 
     def run(self, states: Tensor, following: Sequence[int], kv: SequenceKV) -> Tensor:
-        """Runs n entries, which follow those that `kv` counts, and counts them.
+        """Runs n entries of one sequence, which follow those that `kv` counts, and counts them.
 
         Args:
             states: The target's hidden states behind its last layer ``[1, n, d]``, or earlier results of this instead.
@@ -72,15 +87,36 @@ class FeatureModel:
         Returns:
             What stands for the target's state one position further on, ``[1, n, d]``.
         """
-        dtype, n = self.model.dtype, len(following)
-        step = Step([Segment(kv, kv.full_len, n)], self.model.device)
-        entered = torch.cat((states.to(self.model.device), self.model.embed(following)), dim=0)
-        both = unit(entered.float()).to(dtype)
-        hidden = self._fuse(torch.cat((both[0], both[1]), dim=-1))[None]
+        hidden = self.together([Entries(states, following, kv)])[0]
+        kv.full_len = kv.slim_len = kv.full_len + len(following)
+        return hidden
+
+    def together(self, parts: Sequence[Entries]) -> list[Tensor]:
+        """One pass over entries of several sequences, as `run` for each; no cache counts them yet.
+
+        With the CPU kernels each has the bits that it has alone.
+        """
+        model, lengths = self.model, [len(part.following) for part in parts]
+        step = Step(
+            [Segment(part.kv, part.kv.full_len, n) for part, n in zip(parts, lengths, strict=True)], model.device
+        )
+        states = parts[0].states if len(parts) == 1 else torch.cat([part.states for part in parts], dim=1)
+        following = model.embed([token for part in parts for token in part.following])
+        both = unit(torch.cat((states.to(model.device), following), dim=0).float()).to(model.dtype)
+        entered = torch.cat((both[0], both[1]), dim=-1)
+        total = sum(lengths)
+        # Whether the kernels run a sequence's entries must not depend on how many another one has.
+        mixed = self._native and len(parts) > 1 and total > MOST_TOKENS
+        pieces = step.pieces(MOST_TOKENS) if mixed else [(slice(0, total), step)]
+        ran = [self._ran(entered[rows], piece) for rows, piece in pieces]
+        hidden = ran[0] if len(ran) == 1 else torch.cat(ran, dim=1)
+        return [hidden] if len(parts) == 1 else list(hidden.split(lengths, dim=1))
+
+    def _ran(self, entered: Tensor, step: Step) -> Tensor:
+        hidden = self._fuse(entered, len(step.segments) > 1)[None]
         rotation = self._rotations.rotation(step, "full", hidden.device)
         for form in self._forms:
             hidden = form(hidden, rotation, step)
-        kv.full_len = kv.slim_len = kv.full_len + n
         return hidden
 
     def _turned(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -88,5 +124,5 @@ class FeatureModel:
         return cos, sin
 
 
-def _padding(product: Dense) -> Callable[[Tensor], Tensor]:
-    return lambda rows: product(padded(rows, product))[: rows.shape[0]]
+def _padding(product: Dense) -> Callable[[Tensor, bool], Tensor]:
+    return lambda rows, _: product(padded(rows, product))[: rows.shape[0]]

@@ -337,6 +337,14 @@ class LayeredModel:
         """
         return self._readout.rows(rows)
 
+    def short_readout(self, words: Tensor) -> Callable[[Tensor, bool], Tensor]:
+        """`readout` by the LM head cut to some words: hidden states ``[1, n, d]`` and `steady` -> ``[n, m]`` in fp32.
+
+        Args:
+            words: Token ids ``[m]``.
+        """
+        return self._readout.short(words)
+
     def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb
         like = torch.empty(0, dtype=self.dtype, device=positions.device)

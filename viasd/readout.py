@@ -71,7 +71,24 @@ class Readout:
     ) -> Tensor:
         """See `viasd.layered.LayeredModel.readout`."""
         logits = self._logits(hidden, steady) if head is None else head(self._norm(hidden[0]))
-        logits = logits[:, : self.vocabulary]
+        return self._finished(logits[:, : self.vocabulary])
+
+    def short(self, words: Tensor) -> Callable[[Tensor, bool], Tensor]:
+        """See `viasd.layered.LayeredModel.short_readout`."""
+        head = self.rows(words)
+        if not isinstance(head, NativeDense):
+            return lambda hidden, steady: self(hidden, head)
+        assert isinstance(self._norm, Norm)  # the kernels read out
+        native = NativeReadout(self._norm, head.product, len(words), build.load())
+
+        def read(hidden: Tensor, steady: bool) -> Tensor:
+            done = native(hidden, steady)
+            return self(hidden, head) if done is None else self._finished(self._rounded(done))
+
+        return read
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """What the family does to its logits, and the cast."""
         if getattr(self._config, "logits_scaling", None):
             logits = logits / self._config.logits_scaling
         if getattr(self._config, "logit_scale", None):
@@ -99,13 +116,16 @@ class Readout:
 
     def _logits(self, hidden: Tensor, steady: bool) -> Tensor:
         if self._native is not None and (done := self._native(hidden, steady)) is not None:
-            # What a family does to its logits is rounded as its own forward would round it.
-            changed = any(getattr(self._config, name, None) for name in _LOGIT_CHANGES)
-            return done.to(self._dtype) if changed else done
+            return self._rounded(done)
         if self._head is None:
             logits: Tensor = self._head_module(self._norm(hidden))[0]
             return logits
         return self._head(padded(self._norm(hidden[0]), self._head))[: hidden.shape[1]]
+
+    def _rounded(self, logits: Tensor) -> Tensor:
+        """Logits of a kernel; what a family does to them is rounded as its own forward would round it."""
+        changed = any(getattr(self._config, name, None) for name in _LOGIT_CHANGES)
+        return logits.to(self._dtype) if changed else logits
 
     def _by_kernel(self) -> NativeReadout | None:
         norm, head = self._norm, self._head

@@ -154,6 +154,16 @@ class Ahead:
         self._chain = [*sampler._stateless, *user]
         self._ids = list(prefix) if self._chain else []
 
+    @property
+    def plain(self) -> bool:
+        """Whether there are no processors, so that a law may be made of the logits of some words alone."""
+        return not self._chain
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self._sampler.greedy
+
     def next(self, logits: Tensor) -> Tensor:
         """Raw logits ``[V]`` of the next position -> logits after the processors, before the warpers."""
         if not self._chain:

@@ -40,13 +40,22 @@ def states_along(pair: Pair, tokens: Sequence[int]) -> Tensor:
 
 
 def readout_of(pair: Pair) -> Callable[[Tensor], Tensor]:
-    """From hidden states ``[1, n, d]`` of such a drafter to its raw logits ``[n, V]``; a cut head is made once a pair."""
+    """From hidden states ``[1, n, d]`` of such a drafter to its raw logits ``[n, V]``."""
+    short = short_readout_of(pair)
+    if short is not None:
+        return short
+    assert pair.drafter is not None  # it has states
+    return pair.drafter.readout
+
+
+def short_readout_of(pair: Pair) -> ShortReadout | None:
+    """The readout of a drafter that knows some words only, made once a pair; None for one that knows them all."""
     if pair.feature is not None:
         return pair.feature.logits
-    assert pair.drafter is not None  # it has states
     if pair.shortlist is None:
-        return pair.drafter.readout
+        return None
     if "short readout" not in pair.measured:
+        assert pair.drafter is not None  # the shortlist is one of its words
         pair.measured["short readout"] = ShortReadout(pair.drafter, pair.shortlist)
     made: ShortReadout = pair.measured["short readout"]
     return made

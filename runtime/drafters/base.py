@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from viasd.runtime.packed import Line, read_out, through
 from viasd.runtime.passes import Steps, drive
 from viasd.runtime.target import Stopwatch, prefill_chunk
 from viasd.sampling import Ahead
+from viasd.shortlist import DenseLater, ShortReadout, ShortRows
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,12 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     rows: Rows = field(default_factory=lambda: Rows(tokens=()))
     confidence: list[float] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
+    logits: Sequence[Tensor] = field(default_factory=list)
+
+    @property
+    def evidence(self) -> Sequence[Tensor]:
+        """`logits`, but over the words alone that the drafter knows (``[V]``, or ``[m]`` of a shortlist)."""
+        return self.logits.known if isinstance(self.logits, DenseLater) else self.logits
 
     def first(self, n: int) -> Draft:
         """The block's first n tokens."""
@@ -51,7 +57,11 @@ class DraftStop(Protocol):
         ...
 
     def draws(self, logits: Tensor) -> bool:
-        """Whether a token is drawn from this row, raw logits ``[V]``; called once for every row that was asked for."""
+        """Whether a token is drawn from this row; called once for every row that was asked for.
+
+        Args:
+            logits: Raw, over the words that the drafter knows: ``[V]``, or ``[m]`` of a shortlist.
+        """
         ...
 
 
@@ -112,14 +122,14 @@ class ModelLine(SteppedDrafter):
         model: The model.
         route: Layers its tokens run through, None for all of them.
         counters: Where calls, tokens fed and seconds are added up.
-        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the route's or the model's own.
+        readout: In the place of the route's or the model's own, where only some words are wanted.
         watch: Counts time as the drafter's. It does not wait for a pass: drawing from its rows does that.
         stop: Decides when a draft is long enough; None leaves that to the block's length.
     """
 
     model: LayeredModel
     route: Route | None
-    readout: Callable[[Tensor], Tensor] | None = None
+    readout: ShortReadout | None = None
     counters: Counters
     watch: Stopwatch
     stop: DraftStop | None = None
@@ -153,22 +163,23 @@ class ModelLine(SteppedDrafter):
             pieces = None if pieces is None else pieces - 1
         return tokens
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
+    def rows(self, tokens: Sequence[int], n: int) -> Tensor | ShortRows:
         """See `viasd.runtime.passes.RowSource`."""
         left = self.catch_up(tokens, n)
         with self.watch:
             return run_drafts([(self, left, n)])[0]
 
 
-def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[Tensor]:
+def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[Tensor] | list[ShortRows]:
     """One pass for drafters of one model and route: for each its tokens and how many rows are wanted at the last of them.
 
     Returns:
-        Raw logits ``[rows, V]`` of each.
+        Raw logits ``[rows, V]`` of each, or those of a shortlist's words.
     """
-    first = wanted[0][0]
+    first, rows = wanted[0][0], [rows for _, _, rows in wanted]
     hidden, _ = through(first.model, first.route, [drafter.line(tokens) for drafter, tokens, _ in wanted])
-    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted], first.readout)
+    logits: list[Tensor] | list[ShortRows]
+    logits = first.readout.last(hidden, rows) if first.readout else read_out(first.model, first.route, hidden, rows)
     for drafter, tokens, _ in wanted:
         drafter.ran(len(tokens))
         drafter.counters.drafter_calls += 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from viasd.draws import Draws
 from viasd.layered import LayeredModel
@@ -15,6 +13,7 @@ from viasd.runtime.packed import Line
 from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import Stopwatch
 from viasd.sampling import Ahead
+from viasd.shortlist import ShortReadout
 
 
 class ModelDrafter(ModelLine):
@@ -25,8 +24,7 @@ class ModelDrafter(ModelLine):
         counters: Where calls, tokens fed and seconds are added up.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
-        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the model's own, where only some words
-            are wanted.
+        readout: In the place of the model's own, where only some words are wanted.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class ModelDrafter(ModelLine):
         *,
         min_confidence: float = 0.0,
         stop_tokens: frozenset[int] = frozenset(),
-        readout: Callable[[Tensor], Tensor] | None = None,
+        readout: ShortReadout | None = None,
     ) -> None:
         self.name = "model"
         self.readout = readout

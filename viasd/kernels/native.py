@@ -294,17 +294,21 @@ class NativeDense:
         weight: ``[o, k]``, contiguous, on the CPU, in fp32 or bf16.
         bias: ``[o]`` or None.
         library: The kernels.
+
+    Attributes:
+        product: The same through torch.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
-        self._dense = Dense(weight, bias)
+        self.product = Dense(weight, bias)
         self._matrix = Matrix("dense", weight, bias=bias)
         self._library = library
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Rows ``[n, k]`` -> ``[n, o]``."""
-        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
-            return self._dense(padded(rows, self._dense))[: rows.shape[0]]
+    def __call__(self, rows: Tensor, steady: bool = False) -> Tensor:
+        """Rows ``[n, k]`` -> ``[n, o]``. With `steady` no number of rows is too large for the kernel."""
+        many = rows.shape[0] > MOST_TOKENS and not steady
+        if many or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
+            return self.product(padded(rows, self.product))[: rows.shape[0]]
         return multiplied(rows, self._matrix, self._library)
 
 
