@@ -68,7 +68,7 @@ def drafter_step(pair: Pair, context: int) -> tuple[tuple[Callable[[], Any], ...
         What is done before the timed step each time, and the step.
     """
     token = next(iter(pair.eos_ids), 0)
-    readout = readout_of(pair)
+    short = short_readout_of(pair)
     if pair.feature is not None:
         feature = pair.feature
         kv, width = feature.new_kv(), feature.file.shape.width
@@ -87,9 +87,13 @@ def drafter_step(pair: Pair, context: int) -> tuple[tuple[Callable[[], Any], ...
             kv.full_len = kv.slim_len = kv.full_len + 1
             return hidden
 
+    def step() -> Any:
+        # Of a shortlist nothing but the best word is looked at while drafting greedily.
+        return readout_of(pair)(run()) if short is None else short.last([run()], [1])[0][0].best
+
     run()
     kv.stretch(before)
-    return (partial(kv.roll_back, before),), lambda: readout(run())
+    return (partial(kv.roll_back, before),), step
 
 
 def states(model: LayeredModel, tokens: Sequence[int]) -> Tensor:
