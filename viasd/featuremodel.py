@@ -53,7 +53,7 @@ class FeatureModel:
     def __init__(self, file: FeatureDrafterFile, model: LayeredModel) -> None:
         self.file = file
         self.model = model
-        device, dtype = model.device, model.dtype
+        device, dtype = self._device, self._dtype = model.device, model.dtype  # looked up once: modules are slow to ask
         layers = file.shape.layers().to(device, dtype).eval().requires_grad_(False)
         layers.load_state_dict(
             {k.removeprefix("layers."): v.to(device, dtype) for k, v in file.weights.items() if k != FUSE}
@@ -96,13 +96,13 @@ class FeatureModel:
 
         With the CPU kernels each has the bits that it has alone.
         """
-        model, lengths = self.model, [len(part.following) for part in parts]
+        lengths = [len(part.following) for part in parts]
         step = Step(
-            [Segment(part.kv, part.kv.full_len, n) for part, n in zip(parts, lengths, strict=True)], model.device
+            [Segment(part.kv, part.kv.full_len, n) for part, n in zip(parts, lengths, strict=True)], self._device
         )
         states = parts[0].states if len(parts) == 1 else torch.cat([part.states for part in parts], dim=1)
-        following = model.embed([token for part in parts for token in part.following])
-        both = unit(torch.cat((states.to(model.device), following), dim=0).float()).to(model.dtype)
+        following = self.model.embed([token for part in parts for token in part.following])
+        both = unit(torch.cat((states.to(self._device), following), dim=0).float()).to(self._dtype)
         entered = torch.cat((both[0], both[1]), dim=-1)
         total = sum(lengths)
         # Whether the kernels run a sequence's entries must not depend on how many another one has.
@@ -120,7 +120,7 @@ class FeatureModel:
         return hidden
 
     def _turned(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary(torch.empty(0, dtype=self.model.dtype, device=positions.device), positions)
+        cos, sin = self._rotary(torch.empty(0, dtype=self._dtype, device=positions.device), positions)
         return cos, sin
 
 

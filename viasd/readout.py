@@ -59,6 +59,8 @@ class Readout:
             if last is not None and type(norm) is type(decoder.layers[-1].input_layernorm) and untouched(norm):
                 self._norm = Norm(norm)
         self._native = self._by_kernel() if isinstance(last, NativeLayer) else None
+        # Looked up once: attributes of a config are slow to read.
+        self._changes = {name: getattr(self._config, name, None) for name in _LOGIT_CHANGES}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -89,12 +91,11 @@ class Readout:
 
     def _finished(self, logits: Tensor) -> Tensor:
         """What the family does to its logits, and the cast."""
-        if getattr(self._config, "logits_scaling", None):
-            logits = logits / self._config.logits_scaling
-        if getattr(self._config, "logit_scale", None):
-            logits = logits * self._config.logit_scale
-        softcap = getattr(self._config, "final_logit_softcapping", None)
-        if softcap:
+        if scaling := self._changes["logits_scaling"]:
+            logits = logits / scaling
+        if scale := self._changes["logit_scale"]:
+            logits = logits * scale
+        if softcap := self._changes["final_logit_softcapping"]:
             logits = torch.tanh(logits / softcap) * softcap
         return logits.to(torch.float32, memory_format=torch.contiguous_format)
 
@@ -124,8 +125,7 @@ class Readout:
 
     def _rounded(self, logits: Tensor) -> Tensor:
         """Logits of a kernel; what a family does to them is rounded as its own forward would round it."""
-        changed = any(getattr(self._config, name, None) for name in _LOGIT_CHANGES)
-        return logits.to(self._dtype) if changed else logits
+        return logits.to(self._dtype) if any(self._changes.values()) else logits
 
     def _by_kernel(self) -> NativeReadout | None:
         norm, head = self._norm, self._head

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from viasd.errors import OptionError, ProcessorError
-from viasd.rows import Row, Rows
+from viasd.rows import Row, Rows, likeliest
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -129,7 +129,7 @@ class Sampler:
     def law(self, logits: Tensor) -> Rows:
         """Processed logits ``[n, V]`` -> laws (no processors, only the warpers)."""
         if self.greedy:
-            return Rows(tokens=tuple(logits.argmax(dim=-1).tolist()))
+            return Rows(tokens=tuple(likeliest(logits)))
         # Warpers look at the logits alone; transformers still wants ids of a matching batch.
         warped = self._warpers(logits.new_zeros((logits.shape[0], 1), dtype=torch.long), logits)
         return Rows(probs=torch.softmax(warped, dim=-1))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from viasd.layered import LayeredModel
+from viasd.rows import likeliest
 
 # Logit of a word off the list: its probability is 0, yet a law is left where processors ban all others.
 UNKNOWN = -1e4
@@ -70,12 +71,12 @@ class ShortTable:
     def best(self) -> list[tuple[int, int, float]]:
         """Of every row: the column that is largest (of several the first), its token id, and its probability.
 
-        Found for all rows at once and fetched in one transfer, however many sequences they belong to.
+        Found for all rows at once, however many sequences they belong to.
         """
-        column = self.known.argmax(dim=-1, keepdim=True)
-        token = column if self.words is None else self.words[column]
+        columns = torch.tensor(likeliest(self.known), device=self.known.device)[:, None]
+        tokens = columns if self.words is None else self.words[columns]
         # Ids are far below 2^24, so fp32 holds them exactly.
-        found = torch.cat((column.float(), token.float(), self.probs.gather(1, column)), dim=1)
+        found = torch.cat((columns.float(), tokens.float(), self.probs.gather(1, columns)), dim=1)
         return [(int(c), int(t), p) for c, t, p in found.tolist()]
 
 

@@ -9,6 +9,7 @@ from test_kernels import needs_kernels
 from viasd.kernels.native import MOST_TOKENS
 from viasd.layered import LayeredModel
 from viasd.probe import load_layered
+from viasd.rows import likeliest
 from viasd.shortlist import UNKNOWN, DenseLater, ShortReadout, ShortRow, ShortTable
 from viasd.testing import tiny_model
 
@@ -79,3 +80,13 @@ def test_rows_of_a_draft_are_written_out_where_they_are_asked_for() -> None:
     assert [row.shape for row in later] == [(300,)] * 3
     assert torch.equal(later[1][WORDS], known[1])
     assert [torch.equal(a, b) for a, b in zip(later[1:].known, known[1:], strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_likeliest_word_is_what_argmax_says(dtype: torch.dtype) -> None:
+    rows = torch.randn(40, 70, generator=torch.Generator().manual_seed(1)).mul(4).round().to(dtype)  # ties abound
+    rows[3, 50], rows[4, :], rows[5, 9] = torch.nan, -torch.inf, torch.inf
+    rows.requires_grad_()
+    assert likeliest(rows) == rows.argmax(dim=-1).tolist()
+    assert likeliest(rows)[4] == 0
+    assert likeliest(rows[:, ::3]) == rows[:, ::3].argmax(dim=-1).tolist()

@@ -302,6 +302,7 @@ class NativeDense:
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
         self.product = Dense(weight, bias)
         self._matrix = Matrix("dense", weight, bias=bias)
+        self._known = _described(self._matrix)
         self._library = library
 
     def __call__(self, rows: Tensor, steady: bool = False) -> Tensor:
@@ -309,15 +310,19 @@ class NativeDense:
         many = rows.shape[0] > MOST_TOKENS and not steady
         if many or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
             return self.product(padded(rows, self.product))[: rows.shape[0]]
-        return multiplied(rows, self._matrix, self._library)
+        return _times(rows, self._known, self._library)
 
 
 def multiplied(rows: Tensor, matrix: Matrix, library: ctypes.CDLL) -> Tensor:
     """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
+    return _times(rows, _described(matrix), library)
+
+
+def _times(rows: Tensor, matrix: _Matrix, library: ctypes.CDLL) -> Tensor:
     rows = rows.contiguous()
-    out = rows.new_empty(rows.shape[0], matrix.weight.shape[0])
+    out = rows.new_empty(rows.shape[0], matrix.rows)
     threads = torch.get_num_threads()
-    call = _Product(_described(matrix), rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
+    call = _Product(matrix, rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
     _check(library.viasd_product(byref(call)))
     return out
 
