@@ -29,8 +29,8 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FullPass:
-    """One pass of the full verifier; answered with raw logits ``[rows, V]`` (`Target.full`).
+class VerifierPass:
+    """One pass of a verifier; answered with raw logits ``[rows, V]``.
 
     Attributes:
         target: The sequence's target.
@@ -41,6 +41,11 @@ class FullPass:
     target: Target
     tokens: Sequence[int]
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class FullPass(VerifierPass):
+    """One pass of the full verifier (`Target.full`)."""
 
     def run(self) -> Tensor:
         """Runs it alone."""
@@ -48,18 +53,8 @@ class FullPass:
 
 
 @dataclass(frozen=True, slots=True)
-class SlimPass:
-    """One pass of the slim verifier; answered with raw logits ``[rows, V]`` (`Target.slim`).
-
-    Attributes:
-        target: The sequence's target.
-        tokens: Its tokens up to the end of the pass.
-        rows: Rows wanted, at the last positions.
-    """
-
-    target: Target
-    tokens: Sequence[int]
-    rows: int
+class SlimPass(VerifierPass):
+    """One pass of the slim verifier (`Target.slim`)."""
 
     def run(self) -> Tensor:
         """Runs it alone."""

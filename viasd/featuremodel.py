@@ -15,7 +15,7 @@ from viasd.forms import layer_forms
 from viasd.fuse import fuse
 from viasd.heads import unit
 from viasd.kernels import build
-from viasd.kernels.native import MOST_TOKENS, NativeDense, NativeLayer
+from viasd.kernels.native import MOST_TOKENS, NativeLayer, NativeProduct
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.products import Dense, padded
@@ -64,8 +64,10 @@ class FeatureModel:
         self._rotations = RotaryTable(self._turned, file.shape.context)
         self.logits = ShortReadout(model, file.shortlist)
         weight = file.weights[FUSE].to(device, dtype).contiguous()
-        self._native = all(isinstance(form, NativeLayer) for form in self._forms)
-        self._fuse = NativeDense(weight, None, build.load()) if self._native else _padding(Dense(weight))
+        native = [form for form in self._forms if isinstance(form, NativeLayer)]
+        self._native = len(native) == len(self._forms)
+        self._most = min((form.most for form in native), default=MOST_TOKENS)
+        self._fuse = NativeProduct(Dense(weight), build.load()) if self._native else _padding(Dense(weight))
 
     @property
     def form(self) -> str:
@@ -106,14 +108,15 @@ class FeatureModel:
         entered = torch.cat((both[0], both[1]), dim=-1)
         total = sum(lengths)
         # Whether the kernels run a sequence's entries must not depend on how many another one has.
-        mixed = self._native and len(parts) > 1 and total > MOST_TOKENS
-        pieces = step.pieces(MOST_TOKENS) if mixed else [(slice(0, total), step)]
+        mixed = self._native and len(parts) > 1 and total > self._most
+        pieces = step.pieces(self._most) if mixed else [(slice(0, total), step)]
         ran = [self._ran(entered[rows], piece) for rows, piece in pieces]
         hidden = ran[0] if len(ran) == 1 else torch.cat(ran, dim=1)
         return [hidden] if len(parts) == 1 else list(hidden.split(lengths, dim=1))
 
     def _ran(self, entered: Tensor, step: Step) -> Tensor:
-        hidden = self._fuse(entered, len(step.segments) > 1)[None]
+        # By the kernel wherever the layers are.
+        hidden = self._fuse(entered, max(segment.length for segment in step.segments) <= self._most)[None]
         rotation = self._rotations.rotation(step, "full", hidden.device)
         for form in self._forms:
             hidden = form(hidden, rotation, step)

@@ -25,13 +25,12 @@ from viasd.errors import HeadsError, OptionError
 from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
-from viasd.products import Dense, padded
+from viasd.products import Dense
+from viasd.shortlist import UNKNOWN
 
 SCHEMA_VERSION = 1
 LENS = "lens:"
 _META = "viasd"  # the one entry of the file's metadata, JSON
-# Logit of a word that a head does not know: its probability is 0, yet a law is left where processors ban all others.
-_UNKNOWN = -1e4
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +222,9 @@ class ExitHead:
         self._head = head
         self._shortlist = None if shortlist is None else shortlist.to(model.device, torch.long)
         self._probe = None if probe is None else (probe[:-1].to(model.device, torch.float32), float(probe[-1]))
-        self._transform = None if transform is None else Dense(transform.to(model.device, model.dtype).contiguous())
+        self._turn: Callable[[Tensor], Tensor] | None = None
+        if transform is not None:
+            self._turn = model.product(Dense(transform.to(model.device, model.dtype).contiguous()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExitHead) and self.key == other.key
@@ -236,7 +237,7 @@ class ExitHead:
         logits = self._model.readout(hidden, self._turned)
         if self._shortlist is None:
             return logits
-        whole = logits.new_full((logits.shape[0], self._model.vocabulary), _UNKNOWN)
+        whole = logits.new_full((logits.shape[0], self._model.vocabulary), UNKNOWN)
         return whole.index_copy_(1, self._shortlist.to(logits.device), logits)
 
     def promise(self, hidden: Tensor) -> float | None:
@@ -248,8 +249,7 @@ class ExitHead:
         return float(torch.sigmoid(unit(hidden[0, -1].float()) @ weights + bias))
 
     def _turned(self, normed: Tensor) -> Tensor:
-        turn = self._transform
-        return self._head(normed if turn is None else turn(padded(normed, turn))[: normed.shape[0]])
+        return self._head(normed if self._turn is None else self._turn(normed))
 
 
 def unit(rows: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from viasd.forms import ModelProducts, layer_forms
 from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, run_layers
 from viasd.kv import SequenceKV
 from viasd.lean import obstacle
+from viasd.products import Product
 from viasd.readout import Readout
 from viasd.rotary import RotaryTable, Rotation
 
@@ -83,6 +84,9 @@ class LayeredModel:
         # Those that one call can run together: of one dtype.
         native = {index: layer for index, layer in enumerate(self._lean) if isinstance(layer, NativeLayer)}
         self._native = native if len({layer.dtype for layer in native.values()}) == 1 else {}
+        self._most = min((layer.most for layer in native.values()), default=MOST_TOKENS)
+        for layer in native.values():  # a pass runs by the kernels in all of them or in none
+            layer.most = self._most
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
         check_layers(self.name, self.layers)
@@ -291,8 +295,8 @@ class LayeredModel:
 
     def _pieces(self, hidden: Tensor, step: Step) -> list[tuple[slice, Step]]:
         """A packed pass in parts of which the kernels run all or nothing."""
-        mixed = type(step) is Step and hidden.shape[1] > MOST_TOKENS
-        return step.pieces(MOST_TOKENS) if mixed else []
+        mixed = type(step) is Step and hidden.shape[1] > self._most
+        return step.pieces(self._most) if mixed else []
 
     def _groups(
         self, layers: Iterable[int], begins: AbstractSet[int], alone: AbstractSet[int], hidden: Tensor, step: Step
@@ -344,6 +348,18 @@ class LayeredModel:
             words: Token ids ``[m]``.
         """
         return self._readout.short(words)
+
+    def product(self, product: Product) -> Callable[[Tensor], Tensor]:
+        """A product that belongs to a readout, ``[n, k]`` -> ``[n, o]``: by the CPU kernels where the model's own is."""
+        return self._readout.product(product)
+
+    @property
+    def steady_rows(self) -> int | None:
+        """Most rows that a readout with another head may have in one call without noticing each other (by the CPU kernels).
+
+        None where torch's products run, which promise nothing of the kind.
+        """
+        return self._readout.steady_rows
 
     def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from viasd.forms import ModelProducts
 from viasd.kernels import build
-from viasd.kernels.native import NativeDense, NativeLayer, NativeReadout, product_obstacle
+from viasd.kernels.native import MOST_TOKENS, NativeLayer, NativeProduct, NativeReadout, product_obstacle
 from viasd.lean import LeanLayer, Norm, untouched
 from viasd.products import Dense, Product, padded
 
@@ -78,14 +78,17 @@ class Readout:
     def short(self, words: Tensor) -> Callable[[Tensor, bool], Tensor]:
         """See `viasd.layered.LayeredModel.short_readout`."""
         head = self.rows(words)
-        if not isinstance(head, NativeDense):
-            return lambda hidden, steady: self(hidden, head)
-        assert isinstance(self._norm, Norm)  # the kernels read out
-        native = NativeReadout(self._norm, head.product, len(words), build.load())
+        native: NativeReadout | None = None
+        if isinstance(head, NativeProduct) and isinstance(self._norm, Norm):
+            native = NativeReadout(self._norm, head.product, len(words), build.load())
 
         def read(hidden: Tensor, steady: bool) -> Tensor:
-            done = native(hidden, steady)
-            return self(hidden, head) if done is None else self._finished(self._rounded(done))
+            done = None if native is None else native(hidden, steady)
+            if done is not None:
+                return self._finished(self._rounded(done))
+            longest = self.steady_rows if steady else None
+            parts = [self(piece, head) for piece in hidden.split(longest or hidden.shape[1], dim=1)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return read
 
@@ -104,16 +107,22 @@ class Readout:
         weight, bias = getattr(self._head_module, "weight", None), getattr(self._head_module, "bias", None)
         if rows is not None and self._plain and weight is not None and not weight.is_meta:
             index = rows.to(weight.device)
-            words = weight.detach()[index], None if bias is None else bias.detach()[index]
-            if self._native is not None:
-                return NativeDense(*words, build.load())
-            cut = Dense(*words)
-            return lambda normed: cut(padded(normed, cut))[: normed.shape[0]]
-        index = torch.arange(self.vocabulary) if rows is None else rows
-        whole = self._head
-        if whole is None:
-            return lambda normed: self._head_module(normed)[:, index.to(normed.device)]
-        return lambda normed: whole(padded(normed, whole))[: normed.shape[0], index.to(normed.device)]
+            return self.product(Dense(weight.detach()[index], None if bias is None else bias.detach()[index]))
+        whole = self._head_module if self._head is None else self.product(self._head)
+        if rows is None:
+            return lambda normed: whole(normed)[:, : self.vocabulary]
+        return lambda normed: whole(normed)[:, rows.to(normed.device)]
+
+    def product(self, product: Product) -> Callable[[Tensor], Tensor]:
+        """See `viasd.layered.LayeredModel.product`."""
+        if self._native is not None and len(product.matrices) == 1 and product_obstacle(product) is None:
+            return NativeProduct(product, build.load())
+        return lambda rows: product(padded(rows, product))[: rows.shape[0]]
+
+    @property
+    def steady_rows(self) -> int | None:
+        """See `viasd.layered.LayeredModel.steady_rows`."""
+        return None if self._native is None else MOST_TOKENS
 
     def _logits(self, hidden: Tensor, steady: bool) -> Tensor:
         if self._native is not None and (done := self._native(hidden, steady)) is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from viasd.layered import LayeredModel
 from viasd.rows import likeliest
 
-# Logit of a word off the list: its probability is 0, yet a law is left where processors ban all others.
+#: Logit of a word off the list: its probability is 0, yet a law is left where processors ban all others.
 UNKNOWN = -1e4
 
 

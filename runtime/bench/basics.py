@@ -119,7 +119,7 @@ def loop_overhead(vocabulary: int, repeats: int, n_rounds: int = 200) -> dict[st
                 "via": GatedCascade(bench, ready, RatioGate(Thresholds()), gamma=5, audit=0.0),
             }
             start = time.perf_counter()
-            steps = rounds(strategies[name], ready, ready, sampler, [1, 2, 3], Ending(10**9, frozenset()), counters)
+            steps = rounds(strategies[name], ready, ready, sampler, [1, 2, 3], Ending(10**9, frozenset()))
             with torch.inference_mode():
                 for _, _ in zip(range(n_rounds), steps, strict=False):
                     pass

@@ -10,15 +10,10 @@ from typing import Protocol
 from torch import Tensor
 
 from viasd.draws import Draws
-from viasd.layered import LayeredModel
-from viasd.routes import Route
 from viasd.rows import Rows
-from viasd.runtime.metrics import Counters
-from viasd.runtime.packed import Line, read_out, through
 from viasd.runtime.passes import Steps, drive
-from viasd.runtime.target import Stopwatch, prefill_chunk
 from viasd.sampling import Ahead
-from viasd.shortlist import DenseLater, ShortReadout, ShortRows
+from viasd.shortlist import DenseLater
 
 
 @dataclass(frozen=True)
@@ -113,78 +108,6 @@ class SteppedDrafter(ABC):
     @abstractmethod
     def warm(self, tokens: Sequence[int], keep: int) -> bool:
         """See `Drafter`."""
-
-
-class ModelLine(SteppedDrafter):
-    """A drafter that is a line of tokens through a model, or through some layers of one.
-
-    Attributes:
-        model: The model.
-        route: Layers its tokens run through, None for all of them.
-        counters: Where calls, tokens fed and seconds are added up.
-        readout: In the place of the route's or the model's own, where only some words are wanted.
-        watch: Counts time as the drafter's. It does not wait for a pass: drawing from its rows does that.
-        stop: Decides when a draft is long enough; None leaves that to the block's length.
-    """
-
-    model: LayeredModel
-    route: Route | None
-    readout: ShortReadout | None = None
-    counters: Counters
-    watch: Stopwatch
-    stop: DraftStop | None = None
-
-    @abstractmethod
-    def line(self, tokens: Sequence[int]) -> Line:
-        """Where the next tokens go."""
-
-    @abstractmethod
-    def ran(self, n: int) -> None:
-        """So many more tokens have been run."""
-
-    def catch_up(self, tokens: Sequence[int], keep: int, pieces: int | None = None) -> Sequence[int]:
-        """Runs what is too long for one pass, piece by piece.
-
-        Args:
-            tokens: What is to be run.
-            keep: At least so many are left for a pass of their own.
-            pieces: Most pieces; None runs all.
-
-        Returns:
-            What is left of `tokens`.
-        """
-        chunk = prefill_chunk(self.model.device)
-        while len(tokens) > chunk and len(tokens) - chunk >= keep and pieces != 0:
-            with self.watch:
-                piece, tokens = tokens[:chunk], tokens[chunk:]
-                through(self.model, self.route, [self.line(piece)])
-                self.ran(chunk)
-                self.counters.drafter_tokens_fed += chunk
-            pieces = None if pieces is None else pieces - 1
-        return tokens
-
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor | ShortRows:
-        """See `viasd.runtime.passes.RowSource`."""
-        left = self.catch_up(tokens, n)
-        with self.watch:
-            return run_drafts([(self, left, n)])[0]
-
-
-def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[Tensor] | list[ShortRows]:
-    """One pass for drafters of one model and route: for each its tokens and how many rows are wanted at the last of them.
-
-    Returns:
-        Raw logits ``[rows, V]`` of each, or those of a shortlist's words.
-    """
-    first, rows = wanted[0][0], [rows for _, _, rows in wanted]
-    hidden, _ = through(first.model, first.route, [drafter.line(tokens) for drafter, tokens, _ in wanted])
-    logits: list[Tensor] | list[ShortRows]
-    logits = first.readout.last(hidden, rows) if first.readout else read_out(first.model, first.route, hidden, rows)
-    for drafter, tokens, _ in wanted:
-        drafter.ran(len(tokens))
-        drafter.counters.drafter_calls += 1
-        drafter.counters.drafter_tokens_fed += len(tokens)
-    return logits
 
 
 class PasslessDrafter(ABC):

@@ -35,8 +35,9 @@ class Engine:
     """Answers many requests at once.
 
     What a request says does not depend on the others: each has its own sampling, seed, processors, stops, strategy and
-    guard, and its rows are computed from its own tokens alone. With the CPU kernels they are the same bits as alone;
-    elsewhere packed products may round differently, as any change of shape does.
+    guard, and its rows are computed from its own tokens alone. With the CPU kernels they are the same bits as alone, light
+    heads and shortlists included. Torch's products, which may round differently in another company, are used elsewhere, and
+    for the stitches of a mask: these shape proposals of the slim verifier and no row of the full one.
 
     Not thread-safe: one thread adds, steps and cancels.
 
@@ -101,12 +102,15 @@ class Engine:
         self._running: list[Request] = []
         self._ended: list[EngineEvent] = []  # by cancelling, since the last step
 
-    def add(self, prompt: Prompt, *, config: GenerationConfig | None = None, **options: Any) -> int:
+    def add(
+        self, prompt: Prompt, *, config: GenerationConfig | None = None, name: str | None = None, **options: Any
+    ) -> int:
         """Takes a request.
 
         Args:
             prompt: Text, chat messages, or token ids.
             config: A ready configuration, instead of `options`.
+            name: What its lines in a log begin with; None is ``request`` and its number.
             **options: Fields of `GenerationConfig`, `SamplingConfig` and `DecodingConfig`, as for `viasd.generate`. A
                 stateful logits processor belongs to one request.
 
@@ -136,6 +140,7 @@ class Engine:
             heads=None if mask is None or mask.prefix is None else self.heads,
             chat=chat,
             chunk=self.chunk,
+            name=name or f"request {self._next}",
         )
         if isinstance(self.policy, AdaptivePolicy) and (note := self.policy.passed_over(answer)):
             answer.notes.append(note)

@@ -34,7 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class LossyWarning(UserWarning):
-    """Says, once a call, that an output is not the target's own, and how far it may be from it."""
+    """Says, once a call, that an output is not the model's own, and how far it may be from it.
+
+    Either a lossy mode ran, or a confident readout made another target of the model.
+    """
 
 
 def generate(
@@ -151,6 +154,7 @@ def generate(
             mask=mask,
             heads=heads,
             guard=guard,
+            name=f"row {row}" if len(padding) > 1 else None,
         )
         answers.append(session.run())
         guard = session.guard
@@ -190,15 +194,19 @@ def _through_transformers(model: Any, call: Any, tokenizer: Any, **request: Any)
 
 
 def _tell(results: Sequence[Result], alpha: float, *, greedy: bool) -> None:
-    """Warns of a lossy output, with what was measured over all rows; notes go to the log."""
+    """Warns of an output that is not the model's own, with what was measured over all rows; notes go to the log.
+
+    A confident readout of the full verifier makes another target of it, towards which the output may well be lossless.
+    """
     for note in dict.fromkeys(note for result in results for note in result.notes):
         _log.info(note)
-    if results[0].lossless:
+    first = results[0]
+    if first.lossless and first.readouts.full is None:
         return
     total = Counters()
     for result in results:
         total.merge(result.stats)
-    loss = describe_loss(results[0].mode, total, False, alpha, greedy=greedy)
+    loss = describe_loss(first.mode, total, first.lossless, alpha, greedy=greedy, readout=first.readouts.full)
     warnings.warn(f"viasd.hf.generate: {loss}", LossyWarning, stacklevel=2)
 
 

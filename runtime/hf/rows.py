@@ -74,6 +74,7 @@ class RowSession(Session):
         mask: Layers of the slim verifier, or None.
         heads: Light heads, or None.
         guard: See `Session`.
+        name: See `Session`.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class RowSession(Session):
         mask: LayerMask | None,
         heads: LightHeads | None,
         guard: Guard | None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(pair, ids[0, padding:].tolist(), config, mask=mask, heads=heads, guard=guard, sampler=sampler)
+        prompt = ids[0, padding:].tolist()
+        super().__init__(pair, prompt, config, mask=mask, heads=heads, guard=guard, sampler=sampler, name=name)
         self.ending = replace(self.ending, keep=self._take)
         self._ids = ids
         self._scores: list[Tensor] = []

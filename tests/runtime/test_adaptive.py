@@ -555,6 +555,10 @@ def test_passes_of_a_batch_are_measured_once_and_kept(
     monkeypatch.setattr(costs_module, "_measure", lambda *_: pytest.fail("measured again"))
     assert batch_costs(pair, route, 4, 100, 2, own) == made
     pair.measured.clear()
+    monkeypatch.setattr(costs_module, "_TIMED", costs_module._TIMED + 1)
+    monkeypatch.setattr(costs_module, "_measure", lambda *_: FLAT)
+    assert batch_costs(pair, route, 4, 100, 2, own) == FLAT  # a table of what was timed before is not believed
+    pair.measured.clear()
 
 
 def test_measuring_leaves_no_gradient_and_no_state_behind() -> None:

@@ -206,7 +206,7 @@ def test_the_law_of_two_tokens_is_the_targets(strategy: str, least: float) -> No
             one = SpeculativeDecoding(bench, drafter, gamma=2)
             chosen: Any = one if route is None else ChainedCascade(bench, drafter, gamma=1)
             target.prefill(tokens[:-1])
-            for _ in rounds(chosen, target, drafter, sampler, tokens, Ending(3, frozenset()), counters):
+            for _ in rounds(chosen, target, drafter, sampler, tokens, Ending(3, frozenset())):
                 if len(tokens) >= 4:
                     break
             out = tuple(tokens[2:4])

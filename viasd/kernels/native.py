@@ -2,13 +2,14 @@
 
 A row's result does not depend on how many rows travel together. So a verifier pass over a block says bit for bit what
 one-token passes would have said, and lossless decoding equals plain decoding token for token in bf16 as well, as long as
-no sequence has more than `MOST_TOKENS` tokens in a pass. How many sequences share the pass does not matter.
+no sequence has more than `NativeLayer.most` tokens in a pass. How many sequences share the pass does not matter.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from typing import Any
 
@@ -19,12 +20,17 @@ from torch import Tensor
 from viasd.attention import Step
 from viasd.errors import KernelError
 from viasd.lean import LeanLayer, Norm
-from viasd.products import Dense, Matrix, Product, padded
+from viasd.products import Matrix, Product, padded
 from viasd.rotary import Rotation
 
-#: A sequence's pass of more tokens runs through torch: from here on computing takes longer than reading the weights. Which
-#: of the two it is must not depend on the other sequences in the pass, so their tokens do not count.
+#: A sequence's pass of more tokens runs through torch, where the kernels do not know how to multiply many rows: from here on
+#: computing takes longer than reading the weights. Which of the two it is must not depend on the other sequences in the
+#: pass, so their tokens do not count.
 MOST_TOKENS = 32
+# Rows of one call, so that what goes into a product stays in a thread's cache.
+_MOST_ROWS = 128
+# Every thread norms all rows for itself. With more threads than this a long prompt would be about nothing else.
+_MOST_THREADS = 16
 
 _MOST_DIM = 512  # as in decode.cpp
 _KINDS = {"int8": 2, "int4": 3}
@@ -90,12 +96,15 @@ class NativeLayer:
     Args:
         lean: The layer, without a `layer_obstacle`. It runs what the kernel does not: longer passes, and passes that are
             differentiated.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
+
+    Attributes:
+        most: Tokens of a sequence that the kernels run in one pass.
     """
 
-    def __init__(self, lean: LeanLayer, library: ctypes.CDLL) -> None:
+    def __init__(self, lean: LeanLayer, kernels: ctypes.CDLL) -> None:
         self.lean = lean
-        self.library = library
+        self.kernels = kernels
         self._held: list[Tensor] = []  # whose addresses the kernel knows
         made, norms = lean.products, lean.norms
         qkv = made.qkv.matrices
@@ -120,6 +129,9 @@ class NativeLayer:
         #: What a pass stores of one token: shape and dtype for a cache that has nothing yet.
         self.stored = torch.empty(lean.kv_heads, 1, lean.head_dim, dtype=self.dtype)
         self.address = ctypes.addressof(self._layer)
+        self.most = MOST_TOKENS
+        if kernels.viasd_many() and torch.get_num_threads() <= _MOST_THREADS and all(map(_in_columns, made)):
+            self.most = sys.maxsize
 
     @property
     def form(self) -> str:
@@ -138,7 +150,7 @@ class NativeLayer:
         ordinary = type(step) is Step and step.kernel == "sdpa"
         if not ordinary or hidden.dtype != self.dtype or hidden.requires_grad:
             return False
-        return hidden.shape[1] <= MOST_TOKENS or max(segment.length for segment in step.segments) <= MOST_TOKENS
+        return hidden.shape[1] <= MOST_TOKENS or max(segment.length for segment in step.segments) <= self.most
 
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
         """See `LeanLayer`."""
@@ -190,21 +202,43 @@ def run_layers(
     distinct = {id(rotation): rotation for rotation in rotations}
     tables = {key: (rotation.cos.data_ptr(), rotation.sin.data_ptr()) for key, rotation in distinct.items()}
     angles = np.array([tables[id(rotation)] for rotation in rotations]).T.copy()
-    call = _Call(
-        called.ctypes.data,
-        entered.data_ptr(),
-        out.data_ptr(),
-        angles[0].ctypes.data,
-        angles[1].ctypes.data,
-        segments.ctypes.data,
-        len(layers),
-        len(step.segments),
-        hidden.shape[1],
-        torch.get_num_threads(),
-        _PARTS[part],
-    )
-    _check(layers[0].library.viasd_layers(byref(call)))
+    row = entered.stride(1) * entered.element_size()
+    angle = np.array([rotation.cos.stride(0) * rotation.cos.element_size() for rotation in rotations])
+    # Later rows of a sequence see what earlier ones stored, and nothing the other way round.
+    for first, some in _cut(segments, hidden.shape[1]):
+        call = _Call(
+            called.ctypes.data,
+            entered.data_ptr() + first * row,
+            out.data_ptr() + first * row,
+            angles[0].ctypes.data,
+            angles[1].ctypes.data,
+            some.ctypes.data,
+            len(layers),
+            some.shape[1],
+            int(some[0, :, 4].sum()),
+            torch.get_num_threads(),
+            _PARTS[part],
+        )
+        _check(layers[0].kernels.viasd_layers(byref(call)))
+        angles += angle * call.rows
     return out
+
+
+def _cut(segments: np.ndarray, rows: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Segments ``[layers, n, 5]`` as calls of at most `_MOST_ROWS` rows: the first row of each, and its segments."""
+    if rows <= _MOST_ROWS:
+        yield 0, segments
+        return
+    ends = segments[0, :, 4].cumsum()
+    starts = ends - segments[0, :, 4]
+    for first in range(0, rows, _MOST_ROWS):
+        end = min(first + _MOST_ROWS, rows)
+        inside = (ends > first) & (starts < end)
+        some = np.ascontiguousarray(segments[:, inside])
+        skipped = np.maximum(first - starts[inside], 0)
+        some[:, :, 3] += skipped
+        some[:, :, 4] = np.minimum(ends[inside], end) - starts[inside] - skipped
+        yield first, some
 
 
 class NativeReadout:
@@ -214,12 +248,12 @@ class NativeReadout:
         norm: The norm.
         head: The head, of one matrix.
         rows: Logit rows that are wanted, from the first on.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
-    def __init__(self, norm: Norm, head: Product, rows: int, library: ctypes.CDLL) -> None:
+    def __init__(self, norm: Norm, head: Product, rows: int, kernels: ctypes.CDLL) -> None:
         matrix = head.matrices[0].rows(0, rows)
-        self._run = library.viasd_readout
+        self._run = kernels.viasd_readout
         self._rows = rows
         self._dtype = _dtype_of(matrix)
         made, kept = _norm_of(norm)
@@ -250,16 +284,16 @@ class NativeInt4:
         scale: ``[o, k / 32]`` in the dtype of the rows.
         zero: The same; a weight is ``(code - 8) * scale + zero``.
         bias: ``[o]`` or None.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
     least_rows = 1
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, kernels: ctypes.CDLL) -> None:
         halves = codes.unflatten(1, (-1, 2, 16))
         packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
         self._matrix = Matrix("int4", packed, scale.contiguous(), zero.contiguous(), bias)
-        self._library = library
+        self._kernels = kernels
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -274,7 +308,7 @@ class NativeInt4:
     def __call__(self, rows: Tensor) -> Tensor:
         """See `viasd.products.Product`. Many rows are multiplied with the weights that the codes stand for."""
         if rows.shape[0] <= MOST_TOKENS:
-            return multiplied(rows, self._matrix, self._library)
+            return multiplied(rows, self._matrix, self._kernels)
         return torch.nn.functional.linear(rows, self.weights(), self._matrix.bias)
 
     def weights(self) -> Tensor:
@@ -283,47 +317,47 @@ class NativeInt4:
         dtype = _dtype_of(self._matrix)
         out = torch.empty(matrix.rows, matrix.cols, dtype=dtype)
         threads = c_int64(torch.get_num_threads())
-        _check(self._library.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
+        _check(self._kernels.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
         return out
 
 
-class NativeDense:
-    """A product with weights as they are: few rows by the kernel, many, and rows that are differentiated, through torch.
+class NativeProduct:
+    """A product of which few rows run by the kernel; many, and rows that are differentiated, through torch.
 
     Args:
-        weight: ``[o, k]``, contiguous, on the CPU, in fp32 or bf16.
-        bias: ``[o]`` or None.
-        library: The kernels.
+        product: Of one matrix, without a `product_obstacle`.
+        kernels: The compiled kernels (`build.load`).
 
     Attributes:
-        product: The same through torch.
+        product: The product.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
-        self.product = Dense(weight, bias)
-        self._matrix = Matrix("dense", weight, bias=bias)
+    def __init__(self, product: Product, kernels: ctypes.CDLL) -> None:
+        (self._matrix,) = product.matrices
+        self.product = product
+        self._dtype = _dtype_of(self._matrix)
         self._known = _described(self._matrix)
-        self._library = library
+        self._kernels = kernels
 
     def __call__(self, rows: Tensor, steady: bool = False) -> Tensor:
         """Rows ``[n, k]`` -> ``[n, o]``. With `steady` no number of rows is too large for the kernel."""
         many = rows.shape[0] > MOST_TOKENS and not steady
-        if many or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
+        if many or rows.requires_grad or rows.dtype != self._dtype:
             return self.product(padded(rows, self.product))[: rows.shape[0]]
-        return _times(rows, self._known, self._library)
+        return _times(rows, self._known, self._kernels)
 
 
-def multiplied(rows: Tensor, matrix: Matrix, library: ctypes.CDLL) -> Tensor:
+def multiplied(rows: Tensor, matrix: Matrix, kernels: ctypes.CDLL) -> Tensor:
     """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
-    return _times(rows, _described(matrix), library)
+    return _times(rows, _described(matrix), kernels)
 
 
-def _times(rows: Tensor, matrix: _Matrix, library: ctypes.CDLL) -> Tensor:
+def _times(rows: Tensor, matrix: _Matrix, kernels: ctypes.CDLL) -> Tensor:
     rows = rows.contiguous()
     out = rows.new_empty(rows.shape[0], matrix.rows)
     threads = torch.get_num_threads()
     call = _Product(matrix, rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
-    _check(library.viasd_product(byref(call)))
+    _check(kernels.viasd_product(byref(call)))
     return out
 
 
@@ -363,6 +397,13 @@ def _activations(products: Sequence[Product]) -> torch.dtype:
 def _dtype_of(matrix: Matrix) -> torch.dtype:
     """Of the rows that it takes."""
     return matrix.weight.dtype if matrix.scale is None else matrix.scale.dtype
+
+
+def _in_columns(product: Product) -> bool:
+    """Whether decode.cpp multiplies many rows by it side by side."""
+    return all(
+        m.kind == "dense" and m.weight.dtype == torch.bfloat16 and m.weight.shape[1] % 32 == 0 for m in product.matrices
+    )
 
 
 def _halves(matrices: Sequence[Matrix], inner: int) -> tuple[Matrix, Matrix]:

@@ -135,7 +135,7 @@ def test_a_prompt_rides_along_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_drafters_prompt_goes_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    import viasd.runtime.drafters.base as drafters
+    import viasd.runtime.drafters.line as drafters
 
     pair = pair_of("llama", "model")
     request = {"prompt": LONG, "strategy": "sd", "draft_length": "fixed", "temperature": 0.8, "seed": 4}
