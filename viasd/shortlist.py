@@ -71,9 +71,10 @@ class ShortTable:
     def best(self) -> list[tuple[int, int, float]]:
         """Of every row: the column that is largest (of several the first), its token id, and its probability.
 
-        Found for all rows at once, however many sequences they belong to.
+        Found for all rows at once and fetched together, however many sequences they belong to.
         """
-        columns = torch.tensor(likeliest(self.known), device=self.known.device)[:, None]
+        on_cpu = self.known.device.type == "cpu"  # elsewhere all is left there until it is fetched
+        columns = (torch.tensor(likeliest(self.known)) if on_cpu else self.known.argmax(dim=-1))[:, None]
         tokens = columns if self.words is None else self.words[columns]
         # Ids are far below 2^24, so fp32 holds them exactly.
         found = torch.cat((columns.float(), tokens.float(), self.probs.gather(1, columns)), dim=1)
