@@ -58,10 +58,10 @@ def draft_stepwise(
             break
         if least > 0 and reached * row.best[2] < least:
             break
-        law, token = _drawn(row, ahead, draws)
+        law, token, chance = _drawn(row, ahead, draws)
         tokens.append(token)
         laws.append(law)
-        confidence.append(row.best[2] if ahead.greedy and token == row.best[1] else row.chance(token))
+        confidence.append(chance)
         if least > 0:
             reached *= float(confidence[-1])
         raw.append(row)
@@ -73,16 +73,18 @@ def draft_stepwise(
     return Draft(tokens, _joined(laws, raw, ahead), _fetched(confidence), logits)
 
 
-def _drawn(row: ShortRow, ahead: Ahead, draws: Draws) -> tuple[Row, int]:
-    """A token and the law it was drawn from: over the words that the row knows, or over all where there are processors."""
+def _drawn(row: ShortRow, ahead: Ahead, draws: Draws) -> tuple[Row, int, Tensor | float]:
+    """A law (over the words that the row knows, or all where there are processors), a token of it, its raw probability."""
     if not ahead.plain:
         law = ahead.row(row.dense)
-        return law, draws.draft(law)
+        token = draws.draft(law)
+        return law, token, row.chance(token)
     if ahead.greedy:
         law = Row(token=row.best[1])
-        return law, draws.draft(law)
+        return law, draws.draft(law), row.best[2]
     law = ahead.row(row.known)
-    return law, row.token(draws.draft(law))
+    column = draws.draft(law)
+    return law, row.token(column), row.probs[column]
 
 
 def _joined(laws: Sequence[Row], raw: Sequence[ShortRow], ahead: Ahead) -> Rows:
