@@ -26,6 +26,7 @@ from viasd.runtime.hf.options import Own, configured, pair_of, room_of, slim_mas
 from viasd.runtime.hf.prepared import PreparedSampler, of_row
 from viasd.runtime.hf.refusals import check_arguments, check_batch, check_settings, left_padding
 from viasd.runtime.hf.rows import Answer, RowSession, Wanted, end_tokens
+from viasd.runtime.hf.together import decoded
 from viasd.runtime.metrics import Counters
 from viasd.runtime.result import Result, describe_loss
 from viasd.shipped import resolve_heads
@@ -67,7 +68,7 @@ def generate(
 
     Args:
         model: A decoder-only causal LM in eval mode, wherever and however it was loaded.
-        input_ids: ``[B, n]``, padded in front.
+        input_ids: ``[B, n]``, padded in front. Rows share their passes; each leaves when it has ended.
         logits_processor: As for `model.generate`.
         stopping_criteria: As for `model.generate`; asked after every token.
         generation_config: As for `model.generate`. What is not honoured is refused by name.
@@ -135,8 +136,7 @@ def generate(
         scores=bool(returned and generation_config.output_scores),
         logits=bool(returned and generation_config.output_logits),
     )
-    answers: list[Answer] = []
-    guard = None  # learns over all rows
+    rows: list[RowSession] = []
     for row, spare in enumerate(padding):
         ids = input_ids[row : row + 1]
         mine = of_row(logits_processor, row, len(padding), generation_config.num_return_sequences or 1)
@@ -144,20 +144,21 @@ def generate(
             mine, greedy=config.sampling.greedy, lead=ids[0, :spare].tolist(), device=input_ids.device
         )
         assert config.seed is not None
-        session = RowSession(
-            pair,
-            ids,
-            spare,
-            replace(config, seed=config.seed + row),
-            wanted,
-            sampler,
-            mask=mask,
-            heads=heads,
-            guard=guard,
-            name=f"row {row}" if len(padding) > 1 else None,
+        rows.append(
+            RowSession(
+                pair,
+                ids,
+                spare,
+                replace(config, seed=config.seed + row),
+                wanted,
+                sampler,
+                mask=mask,
+                heads=heads,
+                guard=rows[0].guard if rows else None,  # learns over all rows
+                name=f"row {row}" if len(padding) > 1 else None,
+            )
         )
-        answers.append(session.run())
-        guard = session.guard
+    answers = decoded(rows)
     if streamer is not None:
         streamer.end()
     results = [answer.result for answer in answers]

@@ -127,7 +127,7 @@ def test_an_encoder() -> None:
         ({"max_time": 9.0, "eos_token_id": None}, "without eos_token_id"),
     ],
 )
-def test_what_rows_decoded_alone_can_not_have(options: dict[str, Any], message: str) -> None:
+def test_what_rows_at_a_pace_of_their_own_can_not_have(options: dict[str, Any], message: str) -> None:
     model = viasd.testing.tiny_model("llama")
     model.generation_config.eos_token_id = None
     options = {"eos_token_id": 2, **options}
