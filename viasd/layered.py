@@ -341,6 +341,14 @@ class LayeredModel:
         """
         return self._readout.rows(rows)
 
+    def short_readout(self, words: Tensor) -> Callable[[Tensor, bool], Tensor]:
+        """`readout` by the LM head cut to some words: hidden states ``[1, n, d]`` and `steady` -> ``[n, m]`` in fp32.
+
+        Args:
+            words: Token ids ``[m]``.
+        """
+        return self._readout.short(words)
+
     def product(self, product: Product) -> Callable[[Tensor], Tensor]:
         """A product that belongs to a readout, ``[n, k]`` -> ``[n, o]``: by the CPU kernels where the model's own is."""
         return self._readout.product(product)

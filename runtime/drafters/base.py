@@ -13,6 +13,7 @@ from viasd.draws import Draws
 from viasd.rows import Rows
 from viasd.runtime.passes import Steps, drive
 from viasd.sampling import Ahead
+from viasd.shortlist import DenseLater
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,12 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     rows: Rows = field(default_factory=lambda: Rows(tokens=()))
     confidence: list[float] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
+    logits: Sequence[Tensor] = field(default_factory=list)
+
+    @property
+    def evidence(self) -> Sequence[Tensor]:
+        """`logits`, but over the words alone that the drafter knows (``[V]``, or ``[m]`` of a shortlist)."""
+        return self.logits.known if isinstance(self.logits, DenseLater) else self.logits
 
     def first(self, n: int) -> Draft:
         """The block's first n tokens."""
@@ -46,7 +52,11 @@ class DraftStop(Protocol):
         ...
 
     def draws(self, logits: Tensor) -> bool:
-        """Whether a token is drawn from this row, raw logits ``[V]``; called once for every row that was asked for."""
+        """Whether a token is drawn from this row; called once for every row that was asked for.
+
+        Args:
+            logits: Raw, over the words that the drafter knows: ``[V]``, or ``[m]`` of a shortlist.
+        """
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from viasd.runtime.packed import Line, read_out, through
 from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import Stopwatch, prefill_chunk
 from viasd.sampling import Ahead
+from viasd.shortlist import ShortReadout, ShortRows
 
 
 class ModelLine(SteppedDrafter):
@@ -27,7 +28,7 @@ class ModelLine(SteppedDrafter):
         model: The model.
         route: Layers its tokens run through, None for all of them.
         counters: Where calls, tokens fed and seconds are added up.
-        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the route's or the model's own.
+        readout: In the place of the route's or the model's own, where only some words are wanted.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
 
@@ -43,7 +44,7 @@ class ModelLine(SteppedDrafter):
         route: Route | None,
         counters: Counters,
         *,
-        readout: Callable[[Tensor], Tensor] | None = None,
+        readout: ShortReadout | None = None,
         min_confidence: float = 0.0,
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
@@ -113,22 +114,23 @@ class ModelLine(SteppedDrafter):
             pieces = None if pieces is None else pieces - 1
         return tokens
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
+    def rows(self, tokens: Sequence[int], n: int) -> Tensor | ShortRows:
         """See `viasd.runtime.passes.RowSource`."""
         left = self.catch_up(tokens, n)
         with self.watch:
             return run_drafts([(self, left, n)])[0]
 
 
-def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[Tensor]:
+def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[Tensor] | list[ShortRows]:
     """One pass for drafters of one model and route: for each its tokens and how many rows are wanted at the last of them.
 
     Returns:
-        Raw logits ``[rows, V]`` of each.
+        Raw logits ``[rows, V]`` of each, or those of a shortlist's words.
     """
-    first = wanted[0][0]
+    first, rows = wanted[0][0], [rows for _, _, rows in wanted]
     hidden, _ = through(first.model, first.route, [drafter.line(tokens) for drafter, tokens, _ in wanted])
-    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted], first.readout)
+    logits: list[Tensor] | list[ShortRows]
+    logits = first.readout.last(hidden, rows) if first.readout else read_out(first.model, first.route, hidden, rows)
     for drafter, tokens, _ in wanted:
         drafter.ran(len(tokens))
         drafter.counters.drafter_calls += 1

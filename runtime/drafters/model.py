@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from viasd.layered import LayeredModel
 from viasd.runtime.drafters.line import ModelLine
 from viasd.runtime.metrics import Counters
 from viasd.runtime.packed import Line
+from viasd.shortlist import ShortReadout
 
 
 class ModelDrafter(ModelLine):
@@ -20,8 +19,7 @@ class ModelDrafter(ModelLine):
         counters: Where calls, tokens fed and seconds are added up.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
-        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the model's own, where only some words
-            are wanted.
+        readout: In the place of the model's own, where only some words are wanted.
     """
 
     def __init__(
@@ -31,7 +29,7 @@ class ModelDrafter(ModelLine):
         *,
         min_confidence: float = 0.0,
         stop_tokens: frozenset[int] = frozenset(),
-        readout: Callable[[Tensor], Tensor] | None = None,
+        readout: ShortReadout | None = None,
     ) -> None:
         super().__init__(
             "model", model, None, counters, readout=readout, min_confidence=min_confidence, stop_tokens=stop_tokens

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from viasd.hardware import wait_for
 from viasd.routes import Route
-from viasd.runtime.drafters import ModelLine, run_drafts
+from viasd.runtime.drafters import FeatureDrafter, ModelLine, run_drafts, run_features
 from viasd.runtime.engine.request import Request
 from viasd.runtime.passes import DraftPass, FullPass, SlimPass, VerifierPass
 from viasd.runtime.target import TieredTarget, Wanted, run_full, run_slim
+from viasd.shortlist import ShortRows
 
-Reply = Tensor | Exception
+Rows = Tensor | ShortRows
+Reply = Rows | Exception
 W = TypeVar("W")
 
 
@@ -67,20 +69,30 @@ def slim_pass(requests: Sequence[Request]) -> list[Reply]:
 
 def draft_pass(requests: Sequence[Request]) -> list[Reply]:
     """One pass of the drafters for requests that wait for a `DraftPass`: one for each route among them."""
-    groups: dict[tuple[int, Route | None], list[int]] = {}
-    wanted: list[tuple[ModelLine, Sequence[int], int]] = []
+    lines: dict[tuple[int, Route | None], list[tuple[int, tuple[ModelLine, Sequence[int], int]]]] = {}
+    features: dict[int, list[tuple[int, tuple[FeatureDrafter, Sequence[int], int]]]] = {}
+    charges = []
     for index, request in enumerate(requests):
         work = request.work
         assert isinstance(work, DraftPass)
-        drafter = work.drafter
-        assert isinstance(drafter, ModelLine)
-        wanted.append((drafter, work.tokens, work.rows))
-        groups.setdefault((id(drafter.model), drafter.route), []).append(index)
+        drafter, tokens = work.drafter, len(work.tokens)
+        if isinstance(drafter, FeatureDrafter):
+            features.setdefault(id(drafter.model), []).append((index, (drafter, work.tokens, work.rows)))
+            tokens = max(1, drafter.due(work.tokens))  # it is read out, if nothing else
+        else:
+            assert isinstance(drafter, ModelLine)
+            lines.setdefault((id(drafter.model), drafter.route), []).append((index, (drafter, work.tokens, work.rows)))
+        charges.append(Charge(request, "drafter", tokens))
     replies: dict[int, Reply] = {}
-    for members in groups.values():
-        some = [wanted[index] for index in members]
-        charges = [Charge(requests[index], "drafter", len(want[1])) for index, want in zip(members, some, strict=True)]
-        replies.update(zip(members, _packed(run_drafts, some, charges), strict=True))
+
+    def together(run: Callable[[Sequence[W]], Sequence[Rows]], group: Sequence[tuple[int, W]]) -> None:
+        found = _packed(run, [want for _, want in group], [charges[index] for index, _ in group])
+        replies.update((index, reply) for (index, _), reply in zip(group, found, strict=True))
+
+    for group in lines.values():
+        together(run_drafts, group)
+    for some in features.values():
+        together(run_features, some)
     return [replies[index] for index in range(len(requests))]
 
 
@@ -91,7 +103,9 @@ def _wanted(request: Request, kind: type[VerifierPass]) -> Wanted:
     return Wanted(work.target, work.tokens, work.rows)
 
 
-def _packed(run: Callable[[Sequence[W]], list[Tensor]], wanted: Sequence[W], charges: Sequence[Charge]) -> list[Reply]:
+def _packed(
+    run: Callable[[Sequence[W]], Sequence[Rows]], wanted: Sequence[W], charges: Sequence[Charge]
+) -> list[Reply]:
     """Runs wanted parts as one pass and shares its time by tokens."""
     try:
         return list(_charged(run, wanted, charges))
@@ -109,8 +123,8 @@ def _packed(run: Callable[[Sequence[W]], list[Tensor]], wanted: Sequence[W], cha
 
 
 def _charged(
-    run: Callable[[Sequence[W]], list[Tensor]], wanted: Sequence[W], charges: Sequence[Charge]
-) -> list[Tensor]:
+    run: Callable[[Sequence[W]], Sequence[Rows]], wanted: Sequence[W], charges: Sequence[Charge]
+) -> Sequence[Rows]:
     started = time.perf_counter()
     rows = run(wanted)
     wait_for(rows[0].device)

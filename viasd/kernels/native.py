@@ -327,26 +327,36 @@ class NativeProduct:
     Args:
         product: Of one matrix, without a `product_obstacle`.
         kernels: The compiled kernels (`build.load`).
+
+    Attributes:
+        product: The product.
     """
 
     def __init__(self, product: Product, kernels: ctypes.CDLL) -> None:
         (self._matrix,) = product.matrices
-        self._product = product
+        self.product = product
+        self._dtype = _dtype_of(self._matrix)
+        self._known = _described(self._matrix)
         self._kernels = kernels
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Rows ``[n, k]`` -> ``[n, o]``."""
-        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != _dtype_of(self._matrix):
-            return self._product(padded(rows, self._product))[: rows.shape[0]]
-        return multiplied(rows, self._matrix, self._kernels)
+    def __call__(self, rows: Tensor, steady: bool = False) -> Tensor:
+        """Rows ``[n, k]`` -> ``[n, o]``. With `steady` no number of rows is too large for the kernel."""
+        many = rows.shape[0] > MOST_TOKENS and not steady
+        if many or rows.requires_grad or rows.dtype != self._dtype:
+            return self.product(padded(rows, self.product))[: rows.shape[0]]
+        return _times(rows, self._known, self._kernels)
 
 
 def multiplied(rows: Tensor, matrix: Matrix, kernels: ctypes.CDLL) -> Tensor:
     """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
+    return _times(rows, _described(matrix), kernels)
+
+
+def _times(rows: Tensor, matrix: _Matrix, kernels: ctypes.CDLL) -> Tensor:
     rows = rows.contiguous()
-    out = rows.new_empty(rows.shape[0], matrix.weight.shape[0])
+    out = rows.new_empty(rows.shape[0], matrix.rows)
     threads = torch.get_num_threads()
-    call = _Product(_described(matrix), rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
+    call = _Product(matrix, rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
     _check(kernels.viasd_product(byref(call)))
     return out
 
