@@ -12,7 +12,7 @@ the chances are right; the floor then tells easy places from hard ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -72,12 +72,8 @@ class Choice:
         """Whether drafting promises so many times what plain decoding gives."""
         return self.rate > margin * self.plain
 
-    def without_floor(self) -> Choice:
-        """The same length, whatever the survival."""
-        return replace(self, limit=replace(self.limit, floor=0.0))
 
-
-def best_limit(chances: Array, usual: Array, costs: StepCosts) -> Choice:
+def best_limit(chances: Array, usual: Array, costs: StepCosts, *, floors: bool = True) -> Choice:
     """The limit with the best ratio of expected tokens to seconds; of equal ones the shortest with the highest floor.
 
     Args:
@@ -85,6 +81,7 @@ def best_limit(chances: Array, usual: Array, costs: StepCosts) -> Choice:
             least 1; where a draft did not get to, what is usual.
         usual: Chances that places usually have, ``[K]``; they decide whether a row is asked for.
         costs: Of a step.
+        floors: Whether a limit may have a floor; without any its drafts are of one length.
     """
     n = costs.sequences
     chances = np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0)
@@ -93,9 +90,9 @@ def best_limit(chances: Array, usual: Array, costs: StepCosts) -> Choice:
     before = np.hstack([np.ones((drafts, 1)), survivals[:, :-1]])
     promised = before * usual
     promised[:, 0] = math.inf
-    floors = _floors(survivals)[:, None, None]  # [F, 1, 1], falling
-    reached = survivals >= floors
-    wanted = promised >= floors
+    tried = (_floors(survivals) if floors else np.zeros(1))[:, None, None]  # [F, 1, 1], falling
+    reached = survivals >= tried
+    wanted = promised >= tried
     drawn = np.logical_and.accumulate(reached & wanted, axis=2)  # [F, D, K]
     asked = wanted.copy()
     asked[:, :, 1:] &= drawn[:, :, :-1]
@@ -108,7 +105,7 @@ def best_limit(chances: Array, usual: Array, costs: StepCosts) -> Choice:
     best = rates.max()
     length, floor = np.argwhere(best * (1 - _TIE) <= rates.T)[0]
     return Choice(
-        Limit(int(length) + 1, float(floors[floor, 0, 0])),
+        Limit(int(length) + 1, float(tried[floor, 0, 0])),
         float(rates[floor, length]),
         n / float(costs.verifying(0.0)),
         float(drafting[floor, length]),

@@ -171,15 +171,16 @@ class AdaptiveVerification:
         self._seen.forget(sequence)
 
     def _lengths(self, offers: Sequence[Offer], drafts: Survivals, others: int, costs: BatchCosts) -> list[int]:
-        greedy = all(offer.greedy for offer in offers)
-        if self.stops_drafting and not greedy:
+        if self.stops_drafting:
             return [len(draft) for draft in drafts]
+        greedy = all(offer.greedy for offer in offers)
         # Verified whole: everything while nothing is known, and what is to show what it is worth.
-        whole = [self._whole(offer.sequence) for offer in offers]
+        whole = [not self._seen.typical or offer.sequence == self._restart.chosen for offer in offers]
         rest = [draft for draft, w in zip(drafts, whole, strict=True) if not w]
         base = self._sequences + sum(sum(draft) for draft, w in zip(drafts, whole, strict=True) if w)
         fed = others + sum(len(draft) for draft, w in zip(drafts, whole, strict=True) if w)
-        drafting = self._drafting(costs)
+        # As if all blocks were whole: how long they really are tells which tokens they hold.
+        drafting = costs.draft_seconds(self._sequences) * self.gamma
 
         def seconds(budget: float) -> float:
             return drafting + costs.full_seconds(fed + budget)
@@ -195,21 +196,6 @@ class AdaptiveVerification:
         found = iter(chosen)
         return [len(draft) if w else next(found) for draft, w in zip(drafts, whole, strict=True)]
 
-    def _whole(self, sequence: int) -> bool:
-        if self.stops_drafting:
-            return len(self.recent) < _ENOUGH or sequence == self._trials.chosen
-        return not self._seen.typical or sequence == self._restart.chosen
-
-    def _drafting(self, costs: BatchCosts) -> float:
-        """Seconds that the step's drafts are expected to take: how long they really are tells which tokens they hold."""
-        if self.stops_drafting and self._plan is not None and self._limit is self._plan.limit:
-            return self._plan.choice.seconds if self._limit.places else 0.0
-        return costs.draft_seconds(self._sequences) * self.gamma
-
-    @property
-    def _margin(self) -> float:
-        return _MARGIN - _PATIENCE / (1 + self.edge.estimator.observations / _PATIENCE_OBSERVATIONS)
-
     def _planned(self) -> _Plan:
         """The limit of this step: a few steps old at most, and of as many sequences."""
         assert self._costs is not None
@@ -219,14 +205,24 @@ class AdaptiveVerification:
             costs = made.costs if made and made.for_what == for_what else self._costs.step(self._sequences, self.gamma)
             if len(self.recent) < _ENOUGH:
                 self.usual = np.full(self.gamma, _HOPE)
-                choice = best_limit(self.usual[None], self.usual, costs).without_floor()
+                chances = self.usual[None]
             else:
                 self.usual = self.recent.usual(self.edge, self.gamma)
-                choice = best_limit(self.recent.chances(self.edge, self.usual), self.usual, costs)
-            made = _Plan(for_what, costs, choice, choice.limit if choice.pays(self._margin) else Limit(0))
+                chances = self.recent.chances(self.edge, self.usual)
+            made = _Plan(for_what, costs, *self._chosen(chances, costs))
         made.steps += 1
         self._plan = made
         return made
+
+    def _chosen(self, chances: Array, costs: StepCosts) -> tuple[Choice, Limit]:
+        """The best limit, and the one that is followed."""
+        best = best_limit(chances, self.usual, costs)
+        if best.pays(_MARGIN) and len(self.recent) >= _ENOUGH:
+            return best, best.limit
+        # To learn something tokens must be drawn, also those of which little is thought.
+        even = best_limit(chances, self.usual, costs, floors=False)
+        patience = _PATIENCE / (1 + self.edge.estimator.observations / _PATIENCE_OBSERVATIONS)
+        return (even, even.limit) if even.pays(_MARGIN - patience) else (best, Limit(0))
 
 
 @dataclass

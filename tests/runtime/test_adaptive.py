@@ -381,8 +381,8 @@ def test_all_where_verifying_is_flat_and_none_where_it_is_steep(policy: str, gre
 
 def test_drafting_that_is_paid_already_makes_verifying_look_cheaper() -> None:
     offers = [Offer(0, CONFIDENT, greedy=True), Offer(1, DOUBTFUL, greedy=True)]
-    free = controller(table(lambda n: 0.4 + 0.4 * n)).admit(offers)
-    paid = controller(table(lambda n: 0.4 + 0.4 * n, drafter=2.0)).admit(offers)
+    free = controller(table(lambda n: 0.4 + 0.4 * n), policy="in-order").admit(offers)
+    paid = controller(table(lambda n: 0.4 + 0.4 * n, drafter=2.0), policy="in-order").admit(offers)
     assert sum(paid) > sum(free)
 
 

@@ -226,7 +226,7 @@ def test_without_a_table_or_with_another_policy_whole_blocks_are_drafted() -> No
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_what_was_drafted_in_a_trial_is_verified(greedy: bool) -> None:
+def test_whatever_was_drafted_is_verified(greedy: bool) -> None:
     made, doubtful = policy_of(costs(lambda n: 0.2 + 0.2 * n, lambda n: 0.1 * n, 4)), [-3.0] * GAMMA
     for _ in range(20):
         made.drafted(doubtful)
@@ -240,6 +240,24 @@ def test_what_was_drafted_in_a_trial_is_verified(greedy: bool) -> None:
             assert made.admit([Offer(found, doubtful[:n], greedy)]) == [n]
     assert max(sent) == GAMMA
     assert min(sent) < GAMMA
+
+
+def test_while_little_was_observed_drafts_may_promise_less_and_are_drawn() -> None:
+    table = costs(lambda n: 1 + 0.1 * n, lambda n: 0.2, 2)
+    rate = best_limit(np.full([1, GAMMA], 0.3), np.full(GAMMA, 0.3), table.step(2, GAMMA))
+    assert 0.85 < rate.rate / rate.plain < 1
+    made = policy_of(table)
+    made.edge.estimator.slopes[:] = 1.0
+    made.edge.estimator.intercepts[:] = 0.0
+    for _ in range(40):
+        made.drafted([math.log(0.3 / 0.7)] * GAMMA)
+    made.begin([0, 1])
+    assert made.limit(0) == Limit(1)
+    for _ in range(400):
+        made.edge.estimator.observe([[math.log(0.3 / 0.7)]] * 10, [0] * 10, [1.0] * 3 + [0.0] * 7)
+        made.begin([0, 1])
+    assert made.edge.estimator.observations == 4000
+    assert made.limit(-1) == Limit(0)
 
 
 def test_a_change_is_noticed() -> None:

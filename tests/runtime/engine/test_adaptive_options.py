@@ -76,8 +76,8 @@ def test_what_was_learnt_is_kept_in_a_file(
         drafted.append(sum(json.loads(line)["stats"]["drafted"] for line in out.splitlines()))
         stored.append(json.loads(state.read_text()))
     assert stored[0]["edges"][0]["estimator"]["observations"] > 0
-    assert drafted[0] > drafted[1] == 0  # it knows from the first run that drafting does not pay
-    assert stored[1]["drafts"] == stored[0]["drafts"] != []
+    assert stored[0]["drafts"]
+    assert drafted[0] > 5 * drafted[1]  # it knows from the first run that drafting does not pay; a few are trials
     state.write_text("[]")
     code, _, err = run(capfd, monkeypatch, *argv)
     assert code == 2
