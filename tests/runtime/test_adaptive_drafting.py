@@ -291,6 +291,14 @@ def test_no_block_of_fixed_length_is_faster_plain_decoding_included(profile: str
     assert found >= 0.97 * best
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("kind", [EASY, HARD], ids=["easy", "hard"])
+def test_one_sequence_alone_is_no_slower_than_one_that_chooses_its_lengths_itself(profile: str, kind: Any) -> None:
+    table = costs(*PROFILES[profile], 1)
+    found = warmed(Batch(table, [kind], 1, seed=3), new_policy(table), 1000)
+    assert found >= 0.97 * Batch(table, [kind], 1, seed=3).paced(2000)
+
+
 def test_hard_and_easy_rows_are_told_apart() -> None:
     batch = Batch(costs(*PROFILES["drafts nearly free"], 8), [EASY, HARD], 8, seed=2)
     found = warmed(batch, new_policy(batch.table), 300)

@@ -12,6 +12,7 @@ from viasd.runtime.adaptive.budget import survivals
 from viasd.runtime.adaptive.costs import BatchCosts, sizes
 from viasd.runtime.adaptive.edges import Edge, Outcome
 from viasd.runtime.adaptive.verification import AdaptiveVerification, Offer
+from viasd.runtime.lengths import DraftLength, ModelPace
 
 GAMMA = 8
 EASY, HARD = (3.5, 2.0), (-1.5, 1.5)  # mean and spread of the rows' features
@@ -90,6 +91,27 @@ class Batch:
                 self._age(number)
                 if number not in self._running:
                     policy.leave(number)
+        return self.tokens / self.seconds
+
+    def paced(self, steps: int) -> float:
+        """Tokens a second of one sequence at a time that chooses its lengths itself, as `sd` does outside an engine."""
+        seconds = [self.table.full_seconds(m + 1) for m in range(GAMMA + 1)]
+        paces: dict[int, ModelPace] = {}
+        for _ in range(steps):
+            self._fill()
+            (number,) = self._running
+            pace = paces.setdefault(number, ModelPace(DraftLength(GAMMA, self.table.draft_seconds(1), seconds)))
+            m = pace.limit([], GAMMA)
+            chances = chance(self._features(number)[:m])
+            kept = int((self._rng.random(m) < chances).cumprod().sum())
+            if m:
+                pace.judged(kept, min(kept + 1, m))
+            else:
+                pace.passed([0])
+            self.tokens += 1 + float(chances.cumprod().sum())
+            self.seconds += m * self.table.draft_seconds(1) + seconds[m]
+            self.visits[self._running[number][0]] += 1
+            self._age(number)
         return self.tokens / self.seconds
 
     def _draft(self, policy: AdaptiveVerification, number: int, features: np.ndarray) -> tuple[int, int]:
