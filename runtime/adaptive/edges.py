@@ -16,6 +16,7 @@ from viasd.runtime.adaptive.reliability import Reliability
 EDGES = ("drafter->full", "drafter->slim", "slim->full")
 REFIT_STEPS = 100
 REFIT_OBSERVATIONS = 200
+_FIRST_REFIT = 50  # the first ones come sooner, whenever as much again was observed: the start values are anybody's
 _KNOWN = 50  # tokens of a place from which on its intercept is its own
 
 
@@ -107,7 +108,8 @@ class Edge:
     def step(self) -> None:
         """A decode step went by: refits where that is due."""
         self._steps += 1
-        if self._steps >= REFIT_STEPS or self.estimator.pending >= REFIT_OBSERVATIONS:
+        fitted = self.estimator.observations - self.estimator.pending
+        if self._steps >= REFIT_STEPS or self.estimator.pending >= min(REFIT_OBSERVATIONS, max(_FIRST_REFIT, fitted)):
             if self.estimator.refit():
                 self._carry()
             self._steps = 0
@@ -119,8 +121,10 @@ class Edge:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Coefficients, ready for `json.dumps`."""
-        return {"edge": self.name, "estimator": self.estimator.state(), "observed": self._observed.tolist()}
+        """Coefficients after all that was observed, ready for `json.dumps`."""
+        estimator = self.estimator.copy()
+        estimator.refit()
+        return {"edge": self.name, "estimator": estimator.state(), "observed": self._observed.tolist()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Edge:
