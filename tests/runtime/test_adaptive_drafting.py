@@ -89,6 +89,14 @@ def test_what_a_limit_promises_counts_rows_and_tokens_of_all_sequences() -> None
     assert found.rate == pytest.approx((4 + 4 * 0.9 + 2 * 0.81) / (0.08 + 1.3))
 
 
+def test_no_row_is_counted_behind_one_that_is_not_asked_for() -> None:
+    # Only the first draft's second row is asked for: 1.0 x 0.3 reaches 0.28, 0.9 x 0.3 does not.
+    chances = np.array([[1.0, 1.0, 1.0], [0.9, 0.95, 0.95], [0.28, 0.0, 0.0]])
+    found = best_limit(chances, np.array([0.9, 0.3, 0.95]), step_costs(3, 0.3, 1.0, 0.1, 3))
+    assert found.limit == Limit(3, 0.28)
+    assert found.rate == pytest.approx((3 + 4.18) / (1 + 5 * 0.3 + 5 * 0.1))
+
+
 def test_of_equal_limits_the_shortest_with_the_highest_floor_is_taken() -> None:
     found = best_limit(np.array([[0.8, 0.0, 0.0]]), np.full(3, 0.5), step_costs(1, 0.0, 1.0, 0.0, 3))
     assert found.limit == Limit(1, 0.8)
@@ -177,6 +185,11 @@ def test_trials_cost_at_most_a_hundredth(draft: float) -> None:
     cost = sum(regret(limit.places, np.full(4, 0.5), made, 3.0) for _, _, limit in found)
     assert 0.008 * 2000 * 1.0 < cost <= 0.01 * 2000 * 1.0 + 1e-9
     assert min(b - a for (a, *_), (b, *_) in pairwise(found)) >= 8
+
+
+def test_trials_that_cost_nothing_are_eight_steps_apart() -> None:
+    found = trials_of(40, Limit(0), step_costs(3, 0.0, 1.0, 0.0), 3.0)
+    assert [step for step, *_ in found] == [7, 15, 23, 31, 39]
 
 
 def test_what_a_trial_costs_is_less_what_it_brings() -> None:
