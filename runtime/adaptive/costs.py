@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
+from viasd.estimator import Array
 from viasd.featuremodel import Entries, FeatureModel
 from viasd.hardware import cpu_name, wait_for
 from viasd.layered import LayeredModel
@@ -68,6 +70,13 @@ class BatchCosts:
         """Seconds of one drafted token for so many sequences."""
         return _seconds(self.drafter, sequences) if self.drafter and sequences else 0.0
 
+    def step(self, sequences: int, gamma: int) -> StepCosts:
+        """What steps of so many sequences cost, with blocks of up to `gamma` tokens."""
+        return StepCosts(
+            np.array([self.draft_seconds(m) for m in range(sequences + 1)]),
+            np.array([self.full_seconds(sequences + b) for b in range(sequences * gamma + 1)]),
+        )
+
     def can_pay(self, sequences: int, gamma: int) -> bool:
         """Whether trimming could make a step of so many sequences at least 2 % cheaper, were every draft dropped."""
         least, most = self.full_seconds(sequences), self.full_seconds(sequences * (gamma + 1))
@@ -76,6 +85,28 @@ class BatchCosts:
     def as_json(self) -> dict[str, Any]:
         """For files."""
         return {name: getattr(self, name) for name in ("sequences", "context", "full", "slim", "drafter")}
+
+
+class StepCosts:
+    """Seconds of a step's passes, looked up for many numbers at once: on straight lines between whole numbers.
+
+    Args:
+        drafting: Of one drafted token for 0, 1, ... n sequences, ``[n + 1]``.
+        verifying: Of the full pass with 0, 1, ... drafted tokens, as many as there can be.
+    """
+
+    def __init__(self, drafting: Array, verifying: Array) -> None:
+        self.sequences = len(drafting) - 1
+        self._drafting = drafting
+        self._verifying = verifying
+
+    def drafting(self, sequences: float | Array) -> Array:
+        """Of one drafted token for (a mean of) so many sequences."""
+        return np.asarray(np.interp(sequences, np.arange(len(self._drafting)), self._drafting))
+
+    def verifying(self, drafted: float | Array) -> Array:
+        """Of the full pass over so many drafted tokens and one of every sequence."""
+        return np.asarray(np.interp(drafted, np.arange(len(self._verifying)), self._verifying))
 
 
 def monotone(seconds: Mapping[int, float]) -> dict[int, float]:

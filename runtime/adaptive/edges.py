@@ -19,6 +19,8 @@ REFIT_OBSERVATIONS = 200
 # By refits from 200 observations alone coefficients wander with every batch; measured on labelled drafts of two drafters,
 # 500 to 2000 remembered ones predict best.
 MEMORY = 1000.0
+_FIRST_REFIT = 50  # the first ones come sooner, whenever as much again was observed: the start values are anybody's
+_KNOWN = 50  # tokens of a place from which on its intercept is its own
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class Outcome:
         return min(self.accepted + 1, self.admitted)
 
 
+def refit_due(estimator: LogisticEstimator, steps: int) -> bool:
+    """Whether an estimator has seen enough since its last refit, so many decode steps ago."""
+    fitted = estimator.observations - estimator.pending
+    return steps >= REFIT_STEPS or estimator.pending >= min(REFIT_OBSERVATIONS, max(_FIRST_REFIT, fitted))
+
+
 class Edge:
     """Chances that a verifier keeps the tokens of a block, by their place and the row each was drawn from.
 
@@ -61,6 +69,7 @@ class Edge:
         self.name = name
         self.estimator = LogisticEstimator(EstimatorConfig(positions=positions, memory=MEMORY))
         self._steps = 0
+        self._observed = np.zeros(positions)
 
     def chances(self, features: Sequence[float] | Array) -> list[float]:
         """Chance of every token of a block, given that those before it are kept.
@@ -79,6 +88,11 @@ class Edge:
         """The same of a single place."""
         return float(self.estimator.predict([feature], min(place, len(self.estimator.intercepts) - 1)))
 
+    def chances_at(self, features: Sequence[float] | Array, place: int) -> Array:
+        """The same of many blocks at one place, ``[n]``; NaN where a feature is."""
+        f = np.asarray(features, dtype=np.float64)
+        return self.estimator.predict(f[:, None], np.full(len(f), min(place, len(self.estimator.intercepts) - 1)))
+
     def observe(self, outcome: Outcome) -> None:
         """Learns from a block: its kept tokens and the first refused one, of those that were sent.
 
@@ -89,7 +103,9 @@ class Edge:
             return
         f = np.asarray(outcome.features, dtype=np.float64)[:n]
         labels = np.arange(n) < outcome.accepted if outcome.overlaps is None else np.asarray(outcome.overlaps)[:n]
-        self.estimator.observe(f[:, None], self._places(n), labels)
+        places = self._places(n)
+        self.estimator.observe(f[:, None], places, labels)
+        np.add.at(self._observed, places, 1)
 
     def score(self, outcome: Outcome, counts: Reliability) -> None:
         """Counts what was predicted of a block beside what became of it; before it is learnt from."""
@@ -101,8 +117,9 @@ class Edge:
     def step(self) -> None:
         """A decode step went by: refits where that is due."""
         self._steps += 1
-        if self._steps >= REFIT_STEPS or self.estimator.pending >= REFIT_OBSERVATIONS:
-            self.estimator.refit()
+        if refit_due(self.estimator, self._steps):
+            if self.estimator.refit():
+                self._carry()
             self._steps = 0
 
     @property
@@ -112,8 +129,10 @@ class Edge:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Coefficients, ready for `json.dumps`."""
-        return {"edge": self.name, "estimator": self.estimator.state()}
+        """Coefficients after all that was observed, ready for `json.dumps`."""
+        estimator = self.estimator.copy()
+        estimator.refit()
+        return {"edge": self.name, "estimator": estimator.state(), "observed": self._observed.tolist()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Edge:
@@ -124,14 +143,32 @@ class Edge:
         """
         try:
             name, stored = state["edge"], state["estimator"]
-        except (KeyError, TypeError) as error:
+            observed = np.asarray(state.get("observed", []), dtype=np.float64)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise OptionError(f"the state of an edge must be what Edge.state() gives, but {error!r}") from error
         estimator = LogisticEstimator.from_state(stored)
         if len(estimator.slopes) != 1:
             raise OptionError(f"the state of an edge must have one slope, but it has {len(estimator.slopes)}")
         edge = cls(name, len(estimator.intercepts))
         edge.estimator = estimator
+        if "observed" not in state:  # of a version that did not count
+            observed = np.full(len(estimator.intercepts), float(_KNOWN))
+        if observed.shape != edge._observed.shape or not (observed >= 0).all():
+            raise OptionError(
+                f"'observed' in the state of an edge must be one count a place, but got {observed.tolist()}"
+            )
+        edge._observed = observed
         return edge
+
+    def _carry(self) -> None:
+        """What is known of a place says something of the next one, until that one is known itself.
+
+        Drafts that were cut short would else have the places behind judged by the start value for long.
+        """
+        b = self.estimator.intercepts
+        for place in range(1, len(b)):
+            own = min(1.0, self._observed[place] / _KNOWN)
+            b[place] = own * b[place] + (1 - own) * b[place - 1]
 
     def _places(self, n: int) -> NDArray[np.intp]:
         return np.minimum(np.arange(n), len(self.estimator.intercepts) - 1)

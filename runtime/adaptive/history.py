@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+_TYPICAL = 16  # drafts that what is typical is the mean of
 
 
 class History:
-    """Survivals of each sequence's last drafts, readable from the step after the one that saw them.
+    """Survivals (or chances) of each sequence's last drafts, readable from the step after the one that saw them.
 
     Args:
         window: How many of them.
+
+    Attributes:
+        typical: Mean of the last drafts of all sequences, that are gone too; empty while there was none.
     """
 
     def __init__(self, window: int) -> None:
+        self.typical: list[float] = []
         self._window = window
         self._drafts: dict[int, deque[list[float]]] = {}
+        self._latest: deque[list[float]] = deque(maxlen=_TYPICAL)
         self._fresh: list[tuple[int, list[float]]] = []
 
     def of(self, sequence: int) -> list[list[float]]:
         """A sequence's last drafts before the current step; none of a new one."""
         return list(self._drafts.get(sequence, ()))
+
+    def expected(self, sequence: int) -> list[list[float]]:
+        """The same; of a new one what is typical."""
+        return self.of(sequence) or [self.typical]
 
     def note(self, sequence: int, draft: list[float]) -> None:
         """A draft of the current step."""
@@ -30,12 +41,22 @@ class History:
         """The current step is over."""
         for sequence, draft in self._fresh:
             self._drafts.setdefault(sequence, deque(maxlen=self._window)).append(draft)
+            self._latest.append(draft)
+        if self._fresh:
+            self.typical = mean_by_place(self._latest)
         self._fresh = []
 
     def forget(self, sequence: int) -> None:
         """A sequence has ended."""
         self._drafts.pop(sequence, None)
         self._fresh = [(s, draft) for s, draft in self._fresh if s != sequence]
+
+
+def mean_by_place(drafts: Collection[Sequence[float]]) -> list[float]:
+    """Mean at each place of the drafts that got there."""
+    longest = max(map(len, drafts), default=0)
+    places = ([draft[place] for draft in drafts if place < len(draft)] for place in range(longest))
+    return [sum(place) / len(place) for place in places]
 
 
 class Restart:

@@ -1,99 +1,120 @@
-"""When to stop drafting, for drafters that cost a pass a token: a floor under the survival of a token that is still drawn.
+"""When to stop drafting, for drafters that cost passes: a floor under the survival of what is still drawn, and a length.
 
 A token is drawn only if its survival, known from the row before it is drawn, reaches the floor, and beyond the first place
-a row is asked for only if the token before it and the place's usual chance promise as much. Everything that was drawn is
-verified. The floor is made of earlier steps, and each draft is held against it alone, so the outputs' laws are untouched
-(policy (b) of the specification: in order, up to the first token that does not pay).
+a row is asked for only if the token before it and the place's usual chance promise as much; and never more than so many.
+A length of 0 is plain decoding. Everything that was drawn is verified. The limit is made of earlier steps, and each draft is
+held against it alone, so the outputs' laws are untouched (decided before a token is drawn: policy (c) of `lossless.md`).
+
+Why both: with a floor of 0 the lengths are the fixed blocks, so what is chosen is no worse than the best of these as far as
+the chances are right; the floor then tells easy places from hard ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from viasd.runtime.adaptive.budget import Survivals
+import numpy as np
 
-_FORGET = 0.99
-_CANDIDATES = 64  # floors that are tried
+from viasd.estimator import Array
+from viasd.runtime.adaptive.costs import StepCosts
+
+_CANDIDATES = 24  # floors that are tried
+_TIE = 1e-9
 
 
-class UsualChances:
-    """Mean chance at every place of a block, fading: what a place promises whose row nobody has seen yet.
+@dataclass(frozen=True)
+class Limit:
+    """Up to where drafts go.
 
-    Args:
-        positions: Longest block.
+    Attributes:
+        places: Most tokens; 0 drafts nothing.
+        floor: Least survival of a token that is drawn.
     """
 
-    def __init__(self, positions: int) -> None:
-        self._sums = [0.5] * positions  # one draft's worth of "even"
-        self._weights = [1.0] * positions
+    places: int
+    floor: float = 0.0
 
-    def note(self, chances: Sequence[float]) -> None:
-        """Chances of a draft, from its first place on."""
-        for place, chance in enumerate(chances[: len(self._sums)]):
-            if chance == chance:
-                self._sums[place] = _FORGET * self._sums[place] + chance
-                self._weights[place] = _FORGET * self._weights[place] + 1
+    def asks(self, reached: float, usual: float, place: int) -> bool:
+        """Whether the row of a place is worth a pass.
 
-    def at(self, place: int) -> float:
-        """Of one place; beyond the longest block its last one's."""
-        place = min(place, len(self._sums) - 1)
-        return self._sums[place] / self._weights[place]
+        Args:
+            reached: Survival of the token before; 1 before the first.
+            usual: What chance that place usually has.
+            place: 0 for the first, whose row is the only way to learn anything of this draft.
+        """
+        return place < self.places and (place == 0 or reached * usual >= self.floor)
 
-    def extended(self, draft: Sequence[float], length: int) -> list[float]:
-        """Survivals of a draft that was stopped, gone on with to a length."""
-        found = list(draft)
-        while len(found) < length:
-            found.append((found[-1] if found else 1.0) * self.at(len(found)))
-        return found
+    def draws(self, survival: float) -> bool:
+        """Whether a token of this survival is drawn; one of NaN is not."""
+        return survival >= self.floor
 
 
-def asks(floor: float, usual: UsualChances, reached: float, place: int) -> bool:
-    """Whether the row of a place is worth a pass.
+@dataclass(frozen=True)
+class Choice:
+    """The best limit, and what it promises.
+
+    Attributes:
+        limit: The limit with the best rate of those that draft something.
+        rate: Its expected tokens a second.
+        plain: That of drafting nothing.
+        seconds: Expected seconds of the drafter in one step under this limit.
+        drafted: Expected tokens drawn in one step.
+    """
+
+    limit: Limit
+    rate: float
+    plain: float
+    seconds: float
+    drafted: float
+
+    def pays(self, margin: float) -> bool:
+        """Whether drafting promises so many times what plain decoding gives."""
+        return self.rate > margin * self.plain
+
+
+def best_limit(chances: Array, usual: Array, costs: StepCosts, *, floors: bool = True) -> Choice:
+    """The limit with the best ratio of expected tokens to seconds; of equal ones the shortest with the highest floor.
 
     Args:
-        floor: The floor; an infinite one asks for nothing.
-        usual: Chances by place.
-        reached: Survival of the token before.
-        place: 0 for the first.
+        chances: Of drafts of earlier steps at every place, given that the tokens before are kept, ``[D, K]``, D and K at
+            least 1; where a draft did not get to, what is usual.
+        usual: Chances that places usually have, ``[K]``; they decide whether a row is asked for.
+        costs: Of a step.
+        floors: Whether a limit may have a floor; without any its drafts are of one length.
     """
-    return floor < math.inf if place == 0 else reached * usual.at(place) >= floor
+    n = costs.sequences
+    chances = np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0)
+    drafts = len(chances)
+    survivals = np.asarray(chances.cumprod(axis=1), dtype=np.float64)
+    before = np.hstack([np.ones((drafts, 1)), survivals[:, :-1]])
+    promised = before * usual
+    promised[:, 0] = math.inf
+    tried = (_floors(survivals) if floors else np.zeros(1))[:, None, None]  # [F, 1, 1], falling
+    reached = survivals >= tried
+    wanted = promised >= tried
+    drawn = np.logical_and.accumulate(reached & wanted, axis=2)  # [F, D, K]
+    asked = wanted.copy()
+    asked[:, :, 1:] &= drawn[:, :, :-1]
+    weight = n / drafts
+    rows = weight * asked.sum(axis=1)  # [F, K]
+    tokens = np.cumsum(weight * drawn.sum(axis=1), axis=1)
+    expected = n + np.cumsum(weight * (drawn * survivals).sum(axis=1), axis=1)
+    drafting = np.cumsum(costs.drafting(rows), axis=1)
+    rates = expected / (drafting + costs.verifying(tokens))
+    best = rates.max()
+    length, floor = np.argwhere(best * (1 - _TIE) <= rates.T)[0]
+    return Choice(
+        Limit(int(length) + 1, float(tried[floor, 0, 0])),
+        float(rates[floor, length]),
+        n / float(costs.verifying(0.0)),
+        float(drafting[floor, length]),
+        float(tokens[floor, length]),
+    )
 
 
-def best_floor(
-    drafts: Survivals,
-    usual: UsualChances,
-    base: float,
-    drafting: Callable[[float], float],
-    verifying: Callable[[float], float],
-    weight: float = 1.0,
-) -> float:
-    """The floor with the best ratio of expected tokens to seconds, the largest on ties; infinite where drafting never pays.
-
-    Args:
-        drafts: Survivals of whole blocks, of one or several earlier steps.
-        usual: Chances by place, which decide whether a row is asked for.
-        base: Tokens that a step yields without any draft: one a sequence.
-        drafting: Sequences -> seconds of one drafted token for each of them; 0 for none.
-        verifying: Drafted tokens -> seconds of the verifier's pass over them and the step's sequences.
-        weight: Of a draft in a step: 1 over the number of steps that `drafts` are of.
-    """
-    levels = sorted({s for draft in drafts for s in draft}, reverse=True)
-    stride = max(1, len(levels) // _CANDIDATES)
-    best, rate = math.inf, base / verifying(0)
-    for floor in levels[stride - 1 :: stride]:
-        rows: dict[int, float] = {}
-        expected, tokens = base, 0.0
-        for draft in drafts:
-            reached = 1.0
-            for place, survival in enumerate(draft):
-                if not asks(floor, usual, reached, place):
-                    break
-                rows[place] = rows.get(place, 0.0) + weight
-                if survival < floor:
-                    break
-                reached, expected, tokens = survival, expected + weight * survival, tokens + weight
-        seconds = sum(drafting(n) for n in rows.values()) + verifying(tokens)
-        if expected / seconds > rate * (1 + 1e-12):
-            best, rate = floor, expected / seconds
-    return best
+def _floors(survivals: Array) -> Array:
+    """Floors worth trying, falling, with 0 the last."""
+    levels = np.unique(survivals)[::-1]
+    stride = max(1, math.ceil(len(levels) / (_CANDIDATES - 1)))
+    return np.append(levels[stride - 1 :: stride], 0.0)

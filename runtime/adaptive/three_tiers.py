@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, survivals
 from viasd.runtime.adaptive.costs import BatchCosts
@@ -61,12 +62,16 @@ class CascadeVerification:
             edge.step()
         for history in (self._drafts, self._pending):
             history.publish()
-        known = [s for s in sequences if self._drafts.of(s)]
+        known = sequences if self._drafts.typical else []
         self._restart.begin(known)
         self._new = len(sequences) - len(known)
         if self._costs is not None:
             # Before anything is drawn: how many tokens there are to verify must not tell what they are.
-            self._plan = self._planned({s: self._drafts.of(s)[-1] for s in known}, self._costs)
+            self._plan = self._planned(
+                # (A mean of drafts of several lengths may rise.)
+                {s: list(accumulate(self._drafts.expected(s)[-1], min)) for s in known},
+                self._costs,
+            )
 
     def admit_to_slim(self, offers: Sequence[Offer]) -> list[int]:
         """Length of the prefix of every draft that the slim verifier judges.
@@ -136,11 +141,14 @@ class CascadeVerification:
         return best_budgets(list(drafts.values()), chances, self._sequences, seconds)
 
     def _whole(self, sequence: int) -> bool:
-        """Whether everything of a sequence is verified: nothing is known of it yet, or a restart chose it."""
-        return not self._drafts.of(sequence) or sequence == self._restart.chosen
+        """Whether everything of a sequence is verified: nothing is known yet of any, or a restart chose it."""
+        return not self._drafts.typical or sequence == self._restart.chosen
 
     def _chances(self, sequence: int, places: int) -> list[float]:
-        """The full verifier's chances at a sequence's last pending places; where none was pending, their mean."""
-        seen = [c for chances in self._pending.of(sequence) for c in chances][:places]
+        """The full verifier's chances at a sequence's last pending places; where none was pending, their mean.
+
+        Of a new sequence, those that are typical.
+        """
+        seen = [c for chances in self._pending.expected(sequence) for c in chances][:places]
         mean = sum(seen) / len(seen) if seen else _UNKNOWN
         return [*seen, *[mean] * (places - len(seen))]

@@ -1,8 +1,9 @@
 """Adaptive Verification of a batch: at every step, how much of each sequence's draft goes to the verifier.
 
 See `viasd.runtime.adaptive.budget` for what is lossless: where any sequence samples, the budget comes from earlier steps
-(*stale*), where all are greedy from the current one. Where drafting costs passes, drafts stop at a floor
-(`viasd.runtime.adaptive.stopping`), also of earlier steps. Without measured costs everything is drafted and admitted.
+(*stale*), where all are greedy from the current one. Where drafting costs passes, drafts stop at a limit
+(`viasd.runtime.adaptive.stopping`), also of earlier steps, which may be that nothing is drafted; seldom trials notice where
+that has changed. Without measured costs everything is drafted and admitted.
 """
 
 from __future__ import annotations
@@ -10,19 +11,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from viasd.errors import OptionError
 from viasd.estimator import Array
 from viasd.runtime.adaptive.budget import Survivals, allocate, best_budget, in_order, pooled, survivals
-from viasd.runtime.adaptive.costs import BatchCosts
+from viasd.runtime.adaptive.costs import BatchCosts, StepCosts
 from viasd.runtime.adaptive.edges import Edge
 from viasd.runtime.adaptive.history import History, Restart
-from viasd.runtime.adaptive.stopping import UsualChances, best_floor
+from viasd.runtime.adaptive.recent import RecentDrafts
+from viasd.runtime.adaptive.stopping import Choice, Limit, best_limit
+from viasd.runtime.adaptive.trials import Trials
 
 POLICIES = ("auto", "stale", "in-order")
 _WINDOW = 4  # earlier drafts of a sequence that a stale budget is made from: one is too noisy in a small batch
 _RESTART = 24
 _SOFT_BELOW = 8  # sequences up to which chances of being kept are learnt from instead of outcomes
-_FLOOR_DRAFTS = 64  # drafts that a floor is made from: more cost time and tell little
+_ENOUGH = 8  # drafts before which the best is hoped of all: nothing is known yet
+_HOPE = 0.9  # chance of every place
+_PLAN_EVERY = 4  # steps for which a limit holds, while as many sequences run: making one takes a while
+_MARGIN = 1.01  # plain decoding unless drafts promise this much more
+# While little was observed drafts may promise less than that, for nothing would be learnt without any: at first so much
+# less, and half as much after so many tokens.
+_PATIENCE, _PATIENCE_OBSERVATIONS = 0.25, 50
 
 Tables = Callable[[int], BatchCosts | None]
 
@@ -34,10 +45,10 @@ class AdaptiveConfig:
     Attributes:
         policy: ``stale`` (a budget of earlier steps, spent by current survivals), ``in-order`` (the best token, then the
             next, up to the first that does not pay), or ``auto``: the best budget of the current step where every sequence
-            is greedy, else stale; and where drafting costs passes, drafts stop at a floor, and what was drafted is
+            is greedy, else stale; and where drafting costs passes, drafts stop at a limit, and what was drafted is
             admitted.
         window: Earlier drafts of a sequence that a stale budget looks at.
-        restart: Steps without any admitted token after which one whole draft is admitted.
+        restart: Steps without any admitted token after which one whole draft is admitted, where drafting is free.
         soft_below: Up to this many sequences soft labels are learnt from.
     """
 
@@ -76,17 +87,24 @@ class AdaptiveVerification:
         gamma: Longest block; may be changed between two steps.
         tables: Number of sequences of a step -> costs of its passes, or None where there are none.
         config: Policy.
+
+    Attributes:
+        recent: What the last drafts were like.
+        usual: Chances that places usually have, of the current step.
     """
 
     def __init__(self, edge: Edge, gamma: int, tables: Tables, config: AdaptiveConfig | None = None) -> None:
         self.config = config or AdaptiveConfig()
         self.edge = edge
-        self.usual = UsualChances(len(edge.estimator.intercepts))
         self.gamma = gamma
+        self.recent = RecentDrafts()
+        self.usual = self.recent.usual(edge, gamma)
         self._tables = tables
         self._seen = History(self.config.window)
         self._restart = Restart(self.config.restart)
-        self._floor = 0.0
+        self._trials = Trials()
+        self._plan: _Plan | None = None
+        self._limit = Limit(gamma)
         self._sequences = 0
         self._costs: BatchCosts | None = None
 
@@ -97,25 +115,32 @@ class AdaptiveVerification:
             sequences: Those that take part in it, whether they will draft or not.
         """
         self.edge.step()
+        self.recent.step()
         self._seen.publish()
         self._sequences = len(sequences)
         self._costs = self._tables(len(sequences)) if sequences else None
-        self._restart.begin([s for s in sequences if self._seen.of(s)])
-        self._floor = self._best_floor(sequences) if self.stops_drafting else 0.0
+        self._trials.stop()
+        self._limit = Limit(self.gamma)
+        if not self.stops_drafting:
+            self._restart.begin(sequences if self._seen.typical else [])
+        else:
+            plan = self._planned()
+            self._limit = plan.limit
+            best, rate = plan.choice.limit, max(plan.choice.rate, plan.choice.plain)
+            self._trials.begin(sequences, plan.limit, best, self.gamma, self.usual, plan.costs, rate)
 
     @property
     def stops_drafting(self) -> bool:
-        """Whether drafts stop at a floor in this step."""
+        """Whether drafts stop at a limit in this step."""
         return self.config.policy == "auto" and self._costs is not None and bool(self._costs.drafter)
 
-    def floor(self, sequence: int) -> float:
-        """Survival that a token of this sequence must reach to be drafted; infinite where nothing is drafted."""
-        return self._floor if self._seen.of(sequence) and sequence != self._restart.chosen else 0.0
+    def limit(self, sequence: int) -> Limit:
+        """Up to where the draft of a sequence goes in this step."""
+        return self._trials.limit if sequence == self._trials.chosen else self._limit
 
-    def stopped(self, sequence: int, reached: Sequence[float]) -> None:
-        """What was seen of a sequence's draft of this step, the survival at which it stopped included."""
-        self.usual.note([b / a if a else 0.0 for a, b in zip((1.0, *reached), reached, strict=False)])
-        self._seen.note(sequence, self.usual.extended(reached, self.gamma))
+    def drafted(self, features: Sequence[float]) -> None:
+        """What was seen of a draft of the step before: a feature of every row that was asked for."""
+        self.recent.note(features)
 
     def admit(self, offers: Sequence[Offer], others: int | None = None) -> list[int]:
         """Length of the prefix of every block that is verified.
@@ -131,9 +156,8 @@ class AdaptiveVerification:
         else:
             lengths = self._lengths(offers, drafts, self._sequences if others is None else others, costs)
         self._restart.admitted(sum(lengths))
-        if not self.stops_drafting:
-            for offer, draft in zip(offers, drafts, strict=True):
-                self._seen.note(offer.sequence, draft)
+        for offer, draft in zip(offers, drafts, strict=True):
+            self._seen.note(offer.sequence, draft)
         return lengths
 
     def soft(self, sequences: int) -> bool:
@@ -145,11 +169,11 @@ class AdaptiveVerification:
         self._seen.forget(sequence)
 
     def _lengths(self, offers: Sequence[Offer], drafts: Survivals, others: int, costs: BatchCosts) -> list[int]:
-        greedy = all(offer.greedy for offer in offers)
-        # Verified whole: a sequence of which nothing is known yet, and the one that a restart chose.
-        whole = [not self._seen.of(offer.sequence) or offer.sequence == self._restart.chosen for offer in offers]
-        if self.stops_drafting and not greedy:
+        if self.stops_drafting:
             return [len(draft) for draft in drafts]
+        greedy = all(offer.greedy for offer in offers)
+        # Verified whole: everything while nothing is known, and what is to show what it is worth.
+        whole = [not self._seen.typical or offer.sequence == self._restart.chosen for offer in offers]
         rest = [draft for draft, w in zip(drafts, whole, strict=True) if not w]
         base = self._sequences + sum(sum(draft) for draft, w in zip(drafts, whole, strict=True) if w)
         fed = others + sum(len(draft) for draft, w in zip(drafts, whole, strict=True) if w)
@@ -165,20 +189,46 @@ class AdaptiveVerification:
             gains = sorted((s for draft in rest for s in draft), reverse=True)
             chosen = allocate(rest, best_budget(gains, base, seconds))
         else:
-            earlier = [self._seen.of(offer.sequence) for offer, w in zip(offers, whole, strict=True) if not w]
+            earlier = [self._seen.expected(offer.sequence) for offer, w in zip(offers, whole, strict=True) if not w]
             chosen = allocate(rest, best_budget(pooled(earlier), base, seconds))
         found = iter(chosen)
         return [len(draft) if w else next(found) for draft, w in zip(drafts, whole, strict=True)]
 
-    def _best_floor(self, sequences: Sequence[int]) -> float:
-        costs = self._costs
-        assert costs is not None
-        known = [drafts for s in sequences if (drafts := self._seen.of(s))]
-        if not known:
-            return 0.0
-        window = max(1, min(self.config.window, _FLOOR_DRAFTS // len(known)))
-        drafts = [draft for earlier in known for draft in earlier[-window:]]
-        n = len(known)
-        return best_floor(
-            drafts, self.usual, n, costs.draft_seconds, lambda b: costs.full_seconds(n + b), weight=n / len(drafts)
-        )
+    def _planned(self) -> _Plan:
+        """The limit of this step: a few steps old at most, and of as many sequences."""
+        assert self._costs is not None
+        made = self._plan
+        for_what = (self._costs, self._sequences, self.gamma)
+        if made is None or made.for_what != for_what or made.steps >= _PLAN_EVERY or len(self.recent) < 2 * _ENOUGH:
+            costs = made.costs if made and made.for_what == for_what else self._costs.step(self._sequences, self.gamma)
+            if len(self.recent) < _ENOUGH:
+                self.usual = np.full(self.gamma, _HOPE)
+                chances = self.usual[None]
+            else:
+                self.usual = self.recent.usual(self.edge, self.gamma)
+                chances = self.recent.chances(self.edge, self.usual)
+            made = _Plan(for_what, costs, *self._chosen(chances, costs))
+        made.steps += 1
+        self._plan = made
+        return made
+
+    def _chosen(self, chances: Array, costs: StepCosts) -> tuple[Choice, Limit]:
+        """The best limit, and the one that is followed."""
+        best = best_limit(chances, self.usual, costs)
+        if best.pays(_MARGIN) and len(self.recent) >= _ENOUGH:
+            return best, best.limit
+        # To learn something tokens must be drawn, also those of which little is thought.
+        even = best_limit(chances, self.usual, costs, floors=False)
+        patience = _PATIENCE / (1 + self.edge.estimator.observations / _PATIENCE_OBSERVATIONS)
+        return (even, even.limit) if even.pays(_MARGIN - patience) else (best, Limit(0))
+
+
+@dataclass
+class _Plan:
+    """A limit, and what it was made for."""
+
+    for_what: tuple[BatchCosts, int, int]
+    costs: StepCosts
+    choice: Choice
+    limit: Limit
+    steps: int = 0

@@ -18,7 +18,6 @@ from viasd.runtime.adaptive.budget import survivals
 from viasd.runtime.adaptive.costs import BatchCosts, batch_costs
 from viasd.runtime.adaptive.edges import EDGES, Edge, Outcome
 from viasd.runtime.adaptive.reliability import Adaptive
-from viasd.runtime.adaptive.stopping import asks
 from viasd.runtime.adaptive.three_tiers import CascadeVerification
 from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer, Tables
 from viasd.runtime.answer import Answer
@@ -65,13 +64,17 @@ class AdaptivePolicy:
             raise OptionError(f"adaptive verification must be one of {', '.join(MODES)}, but got '{mode}'")
         config = config or AdaptiveConfig()
         edges = {name: Edge(name, _PLACES) for name in EDGES}
+        drafts: list[list[float]] = []
         if state is not None:
-            edges |= _loaded(state)
+            known, drafts = _loaded(state)
+            edges |= known
         self.edges = edges
         self.two_tiers = AdaptiveVerification(edges["drafter->full"], 1, self._costs_of("two"), config)
         self.three_tiers = CascadeVerification(
             edges["drafter->slim"], edges["slim->full"], 1, self._costs_of("three"), config
         )
+        for draft in drafts:
+            self.two_tiers.drafted(draft)
         self._pair = pair
         self._concurrency = concurrency
         self._mode = mode
@@ -84,9 +87,8 @@ class AdaptivePolicy:
 
     def begin(self, running: Sequence[tuple[int, Answer]]) -> None:
         """See `AdmissionPolicy`."""
-        for number, stop in self._stops.items():
-            if self.two_tiers.stops_drafting:
-                self.two_tiers.stopped(number, stop.taken())
+        for stop in self._stops.values():
+            self.two_tiers.drafted(stop.taken())
         steered = [(n, a) for n, a in running if self.steers(a)]
         two = [(n, a) for n, a in steered if a.plan.strategy != "cascade"]
         three = [(n, a) for n, a in steered if a.plan.strategy == "cascade"]
@@ -118,10 +120,7 @@ class AdaptivePolicy:
         """See `AdmissionPolicy`."""
         lengths = [len(block.admission.tokens) for block in blocks]
         heard = [block.answer.plan.mode != "via" for block in blocks]  # a gate's verdicts are not a verifier's
-        features = [
-            block_features(b.admission, b.answer.config.sampling.temperature) if h else []
-            for b, h in zip(blocks, heard, strict=True)
-        ]
+        features = [self._features(block) if h else [] for block, h in zip(blocks, heard, strict=True)]
         ways: dict[tuple[str, str], list[int]] = {}
         for i, block in enumerate(blocks):
             if self.steers(block.answer):
@@ -173,7 +172,14 @@ class AdaptivePolicy:
 
     def state(self) -> dict[str, Any]:
         """What was learnt, ready for `json.dumps`."""
-        return {"edges": [edge.state() for edge in self.edges.values()]}
+        return {"edges": [edge.state() for edge in self.edges.values()], "drafts": self.two_tiers.recent.state()}
+
+    def _features(self, block: Block) -> list[float]:
+        stop = self._stops.get(block.request)
+        n = len(block.admission.tokens)
+        if stop is not None and len(stop.features) >= n:
+            return stop.features[:n]
+        return block_features(block.admission, block.answer.config.sampling.temperature)
 
     def _asked(self, way: tuple[str, str], offers: Sequence[Offer], others: int) -> list[int]:
         if way == ("drafter", "full"):
@@ -218,30 +224,28 @@ class _Stop:
         self._controller = controller
         self._number = number
         self._temperature = temperature
-        self._reached: list[float] = []
+        self._limit = controller.limit(number)
+        self._reached = 1.0
+        self.features: list[float] = []  # of every row of the last draft that was asked for
 
     def taken(self) -> list[float]:
-        """Survivals that the last draft reached, that at which it stopped included."""
-        reached, self._reached = self._reached, []
-        return reached
+        """The same, once."""
+        features, self.features = self.features, []
+        return features
 
     def asks(self, place: int) -> bool:
         """See `DraftStop`."""
-        if not self._controller.stops_drafting:
-            return True
         if place == 0:
-            self._reached = []
-        reached = self._reached[-1] if place else 1.0
-        return asks(self._controller.floor(self._number), self._controller.usual, reached, place)
+            self._limit, self._reached, self.features = self._controller.limit(self._number), 1.0, []
+        usual = self._controller.usual
+        return self._limit.asks(self._reached, float(usual[min(place, len(usual) - 1)]), place)
 
     def draws(self, logits: Tensor) -> bool:
         """See `DraftStop`."""
-        if not self._controller.stops_drafting:
-            return True
-        feature = float(logit_of_max(logits, self._temperature))
-        before = self._reached[-1] if self._reached else 1.0
-        self._reached.append(before * survivals([self._controller.edge.chance(feature, len(self._reached))])[0])
-        return self._reached[-1] >= self._controller.floor(self._number)
+        place = len(self.features)
+        self.features.append(float(logit_of_max(logits, self._temperature)))
+        self._reached *= survivals([self._controller.edge.chance(self.features[-1], place)])[0]
+        return self._limit.draws(self._reached)
 
 
 def block_features(admission: Admission, temperature: float) -> list[float]:
@@ -260,11 +264,17 @@ def block_features(admission: Admission, temperature: float) -> list[float]:
     return features
 
 
-def _loaded(state: Mapping[str, Any]) -> dict[str, Edge]:
+def _loaded(state: Mapping[str, Any]) -> tuple[dict[str, Edge], list[list[float]]]:
     stored = state.get("edges") if isinstance(state, Mapping) else None
     if not isinstance(stored, list):
         raise OptionError(
             "the state of adaptive verification must be what AdaptivePolicy.state() gives: an object with 'edges'"
         )
     found = [Edge.from_state(each) for each in stored]
-    return {edge.name: edge for edge in found}
+    try:
+        drafts = [[float(feature) for feature in draft] for draft in state.get("drafts", [])]
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"'drafts' in the state of adaptive verification must be lists of numbers, but {error}"
+        ) from error
+    return {edge.name: edge for edge in found}, drafts

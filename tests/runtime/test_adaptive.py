@@ -22,8 +22,8 @@ from viasd.runtime.adaptive import costs as costs_module
 from viasd.runtime.adaptive.budget import allocate, best_budget, best_first, in_order, pooled, survivals
 from viasd.runtime.adaptive.costs import BatchCosts, batch_costs, monotone, sizes
 from viasd.runtime.adaptive.edges import REFIT_OBSERVATIONS, REFIT_STEPS, Edge, Outcome
+from viasd.runtime.adaptive.history import History
 from viasd.runtime.adaptive.reliability import Adaptive, Reliability
-from viasd.runtime.adaptive.stopping import UsualChances, best_floor
 from viasd.runtime.adaptive.three_tiers import CascadeVerification
 from viasd.runtime.adaptive.two_edges import above, best_budgets, pending
 from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer
@@ -170,11 +170,13 @@ def test_refits_after_so_many_steps_or_observations() -> None:
     assert slow.estimator.pending == 1
     slow.step()
     assert slow.estimator.pending == 0
-    for _ in range(REFIT_OBSERVATIONS // 2):
-        assert fast.estimator.slopes[0] == 0.5
+    refits = []
+    for _ in range(3 * REFIT_OBSERVATIONS // 2):
         fast.observe(Outcome([2.0, 1.0], 2, 2))
         fast.step()
-    assert fast.estimator.pending == 0
+        if not fast.estimator.pending:
+            refits.append(fast.estimator.observations)
+    assert refits == [50, 100, 200, 400, 600]  # the first ones sooner
     assert fast.chances([2.0])[0] > 0.7
 
 
@@ -208,9 +210,11 @@ def test_an_edge_is_saved_and_loaded() -> None:
     for i in range(60):
         edge.observe(Outcome([1.0, 0.0, 2.0], 3, i % 4))
         edge.step()
-    edge.estimator.refit()
+    coefficients = edge.coefficients
     again = Edge.from_state(json.loads(json.dumps(edge.state())))
     assert again.name == "slim->full"
+    assert again.coefficients != coefficients == edge.coefficients  # what is pending goes into what is saved
+    edge.estimator.refit()
     assert again.chances([1.0, 0.5, 0.2]) == edge.chances([1.0, 0.5, 0.2])
     assert again.chances([1.0])[0] != Edge("slim->full", 3).chances([1.0])[0]
     assert edge.chances([]) == []
@@ -219,6 +223,27 @@ def test_an_edge_is_saved_and_loaded() -> None:
             Edge.from_state(broken)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="one slope"):
         Edge.from_state({"edge": "slim->full", "estimator": guard_state()})
+
+
+def test_places_that_nobody_saw_are_believed_to_be_like_the_one_before() -> None:
+    edge = Edge("drafter->full", 4)
+    for _ in range(400):
+        edge.observe(Outcome([0.0, 0.0], 2, 2))  # all kept, and never a third token
+        edge.step()
+    one, two, three, four = edge.chances([0.0] * 4)
+    assert min(one, two) > 0.7
+    assert two == three == four
+    for _ in range(400):
+        edge.observe(Outcome([0.0, 0.0, 0.0], 3, 2))
+        edge.step()
+    assert edge.chance(0.0, 2) < 0.3 < 0.7 < edge.chance(0.0, 1)
+    stored = edge.state()
+    assert Edge.from_state(stored).state() == stored
+    older = {key: value for key, value in stored.items() if key != "observed"}
+    assert Edge.from_state(older).coefficients == Edge.from_state(stored).coefficients
+    for wrong in ([1.0], [-1.0] * 4, "no", [None] * 4):
+        with pytest.raises(OptionError):
+            Edge.from_state({**stored, "observed": wrong})
 
 
 def guard_state() -> Any:
@@ -362,8 +387,8 @@ def test_all_where_verifying_is_flat_and_none_where_it_is_steep(policy: str, gre
 
 def test_drafting_that_is_paid_already_makes_verifying_look_cheaper() -> None:
     offers = [Offer(0, CONFIDENT, greedy=True), Offer(1, DOUBTFUL, greedy=True)]
-    free = controller(table(lambda n: 0.4 + 0.4 * n)).admit(offers)
-    paid = controller(table(lambda n: 0.4 + 0.4 * n, drafter=2.0)).admit(offers)
+    free = controller(table(lambda n: 0.4 + 0.4 * n), policy="in-order").admit(offers)
+    paid = controller(table(lambda n: 0.4 + 0.4 * n, drafter=2.0), policy="in-order").admit(offers)
     assert sum(paid) > sum(free)
 
 
@@ -386,14 +411,28 @@ def test_what_a_step_sees_is_used_from_the_next_one_on() -> None:
     assert sum(made.admit([Offer(0, DOUBTFUL), Offer(1, DOUBTFUL)])) < sum(one)
 
 
-def test_a_sequence_that_left_is_new_again() -> None:
+def test_a_new_sequence_is_held_against_what_is_typical_of_the_others() -> None:
     made = controller(STEEP)
     made.leave(1)
     made.begin([0, 1])
-    offers = [Offer(0, DOUBTFUL, greedy=True), Offer(1, DOUBTFUL, greedy=True)]
-    assert made.admit(offers)[1] == 4
-    made.begin([0, 1])
-    assert made.admit(offers) == [0, 0]
+    assert made.admit([Offer(0, DOUBTFUL), Offer(1, DOUBTFUL)]) == [0, 0]
+    # A stale budget counts a new sequence as one more like the others: it has its share.
+    made = controller(table(lambda n: 1 + 0.1 * n), policy="stale")
+    alone = made.admit([Offer(0, CONFIDENT), Offer(1, DOUBTFUL)])
+    made.begin([0, 1, 2])
+    assert sum(made.admit([Offer(0, CONFIDENT), Offer(1, DOUBTFUL), Offer(2, CONFIDENT)])) > sum(alone)
+
+
+def test_what_is_typical_is_the_mean_of_the_last_drafts_also_of_those_gone() -> None:
+    history = History(1)
+    assert history.expected(0) == [[]]
+    history.note(0, [0.8, 0.6])
+    history.note(1, [0.4])
+    assert history.typical == []  # not before the step is over
+    history.publish()
+    history.forget(0)
+    assert history.expected(0) == [pytest.approx([0.6, 0.6])]
+    assert history.expected(1) == [[0.4]]
 
 
 def test_after_long_with_nothing_admitted_one_whole_draft_is() -> None:
@@ -417,11 +456,13 @@ def test_what_is_in_the_pass_anyway_counts() -> None:
     assert sum(controller(costs).admit(offers, others=6)) == 2
 
 
-def test_what_a_new_sequence_sends_counts_in_the_pass() -> None:
-    # Four tokens of the new one fill the pass up to where it gets dear; without them there would be room.
+def test_what_is_verified_whole_counts_in_the_pass() -> None:
+    # Four tokens of the draft that a restart chose fill the pass up to where it gets dear.
     costs = BatchCosts(64, 8, {1: 1.0, 6: 1.0, 7: 9.0, 64: 60.0}, {}, {})
-    made = controller(costs)
-    assert made.admit([Offer(0, CONFIDENT, True), Offer(9, DOUBTFUL, True)]) == [0, 4]
+    made = controller(costs, restart=1)
+    made.begin([0, 1])  # nothing was admitted
+    chosen = made.admit([Offer(0, CONFIDENT, True), Offer(1, CONFIDENT, True)])
+    assert sorted(chosen) == [0, 4]
 
 
 def test_one_sequence_that_samples_makes_the_budget_stale() -> None:
@@ -469,16 +510,17 @@ def test_three_tiers_without_a_table_flat_and_steep(greedy: bool) -> None:
     assert sent[1] < 2
 
 
-def test_a_new_sequence_of_three_tiers_is_sent_whole() -> None:
+def test_a_new_sequence_of_three_tiers_is_sent_as_the_others_are() -> None:
     made = cascade(STEEP)
     made.begin([1, 7])
-    slim = made.admit_to_slim([Offer(1, DOUBTFUL), Offer(7, DOUBTFUL)])
-    assert slim[0] < slim[1] == 4
-    assert made.admit_to_full([Offer(7, DOUBTFUL)]) == [4]
-    made.leave(1)
+    assert made.admit_to_slim([Offer(1, DOUBTFUL), Offer(7, DOUBTFUL)]) == [0, 0]
+    made = cascade(FLAT)
     made.begin([1, 7])
-    slim = made.admit_to_slim([Offer(1, DOUBTFUL), Offer(7, DOUBTFUL)])
-    assert slim[1] < slim[0] == 4
+    assert made.admit_to_slim([Offer(1, DOUBTFUL), Offer(7, DOUBTFUL)])[1] > 2
+    assert made.admit_to_full([Offer(7, DOUBTFUL)])[0] > 2
+    fresh = CascadeVerification(Edge("drafter->slim", 4), Edge("slim->full", 5), 4, lambda _n: STEEP)
+    fresh.begin([0, 1])
+    assert fresh.admit_to_slim([Offer(0, DOUBTFUL), Offer(1, DOUBTFUL)]) == [4, 4]  # nothing is known of any
 
 
 def test_the_plan_of_a_step_does_not_change_while_its_tokens_are_drawn() -> None:
@@ -606,66 +648,3 @@ def test_layers_of_the_target_are_measured_on_the_target_where_the_pair_has_a_dr
     assert set(made.drafter) == {1, 2}
     assert {id(model) for model, _ in run} == {id(pair.target)}
     assert own in [route for _, route in run]
-
-
-# --- stopping ---------------------------------------------------------------------------------------------------------
-
-
-def usual(*chances_by_place: float) -> UsualChances:
-    made = UsualChances(len(chances_by_place))
-    for _ in range(2000):
-        made.note(chances_by_place)
-    return made
-
-
-def test_usual_chances_fade_towards_what_is_seen() -> None:
-    made = UsualChances(2)
-    assert made.at(0) == made.at(5) == 0.5
-    for _ in range(2000):
-        made.note([0.9, math.nan])
-    assert made.at(0) == pytest.approx(0.9, abs=1e-6)
-    assert made.at(1) == 0.5
-    assert made.extended([0.8], 3) == pytest.approx([0.8, 0.4, 0.2])
-    assert made.extended([], 2) == pytest.approx([0.9, 0.45])
-
-
-def drafted(draft: list[float], floor: float, chances_by_place: UsualChances) -> tuple[int, int]:
-    """(rows asked for, tokens drawn) of one draft under a floor, straight from the rule."""
-    reached = 1.0
-    for place, survival in enumerate(draft):
-        if floor == math.inf or (place and reached * chances_by_place.at(place) < floor):
-            return place, place
-        if survival < floor:
-            return place + 1, place
-        reached = survival
-    return len(draft), len(draft)
-
-
-def test_the_floor_is_the_best_of_all() -> None:
-    rng = np.random.default_rng(5)
-    for _ in range(40):
-        drafts = [survivals(rng.uniform(0.3, 1.0, 4).tolist()) for _ in range(3)]
-        by_place = usual(*rng.uniform(0.5, 0.9, 4))
-        step, slope = rng.uniform(0.01, 0.2), rng.uniform(0.01, 0.3)
-
-        def rate(
-            floor: float, drafts: Any = drafts, by_place: Any = by_place, step: Any = step, slope: Any = slope
-        ) -> float:
-            lengths = [drafted(d, floor, by_place) for d in drafts]
-            expected = 3 + sum(sum(d[:n]) for d, (_, n) in zip(drafts, lengths, strict=True))
-            rows = [sum(r > place for r, _ in lengths) for place in range(4)]
-            seconds = sum(step * (1 + n) for n in rows if n) + 1 + slope * sum(n for _, n in lengths)
-            return expected / seconds
-
-        found = best_floor(
-            drafts, by_place, 3, lambda n, step=step: step * (1 + n), lambda b, slope=slope: 1 + slope * b
-        )
-        every = [math.inf, *(s for d in drafts for s in d)]
-        assert rate(found) == pytest.approx(max(map(rate, every)), rel=1e-9)
-
-
-def test_drafting_that_never_pays_is_left_alone_and_free_drafting_goes_on() -> None:
-    drafts = [[0.5, 0.2], [0.4, 0.1]]
-    assert best_floor(drafts, usual(0.5, 0.5), 2, lambda n: 9.0 * n, lambda b: 1 + 0.01 * b) == math.inf
-    assert best_floor(drafts, usual(0.5, 0.5), 2, lambda n: 0.0, lambda b: 1.0) == 0.1
-    assert best_floor([], usual(0.5), 2, lambda n: 0.0, lambda b: 1.0) == math.inf

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from viasd.estimator import Array, LogisticEstimator
-from viasd.runtime.adaptive.edges import REFIT_OBSERVATIONS, REFIT_STEPS
+from viasd.runtime.adaptive.edges import refit_due
 from viasd.runtime.adaptive.reliability import BINS
 from viasd.runtime.bench.acceptance.features import FEATURES, MEASURED, SHIPPED, Feature
 
@@ -51,7 +51,7 @@ def run_online(feature: Feature, columns: Mapping[str, Array], labels: str) -> O
         predicted[begin:end] = estimator.predict(f, k)
         estimator.observe(f, k, columns[labels][begin:end])
         steps += 1
-        if steps >= REFIT_STEPS or estimator.pending >= REFIT_OBSERVATIONS:
+        if refit_due(estimator, steps):
             estimator.refit()
             steps = 0
             course.append((int(end), float(estimator.slopes[0]), estimator.intercepts.tolist()))

@@ -311,7 +311,7 @@ def test_what_does_not_pay_is_not_even_drafted(drafter: str, monkeypatch: pytest
         monkeypatch.setattr(policy_module, "batch_costs", lambda *_, s=seconds: table(0.01, s))
         _, results = served(pair, temperature=0.0, strategy="sd")
         calls.append(sum(r.stats.drafter_calls for r in results))
-    assert calls[0] > 3 * calls[1] > 0
+    assert calls[0] > 0 == calls[1]  # whatever may be hoped of it
 
 
 def test_auto_keeps_out_where_it_can_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
