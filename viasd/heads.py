@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -25,13 +26,12 @@ from viasd.errors import HeadsError, OptionError
 from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
-from viasd.products import Dense, padded
+from viasd.shortlist import ShortRow, widened
 
 SCHEMA_VERSION = 1
 LENS = "lens:"
 _META = "viasd"  # the one entry of the file's metadata, JSON
-# Logit of a word that a head does not know: its probability is 0, yet a law is left where processors ban all others.
-_UNKNOWN = -1e4
+UNIT_EPS = 1e-6  # of `unit`
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +223,7 @@ class ExitHead:
         self._head = head
         self._shortlist = None if shortlist is None else shortlist.to(model.device, torch.long)
         self._probe = None if probe is None else (probe[:-1].to(model.device, torch.float32), float(probe[-1]))
-        self._transform = None if transform is None else Dense(transform.to(model.device, model.dtype).contiguous())
+        self._turn = None if transform is None else model.product(transform.to(model.device, model.dtype).contiguous())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExitHead) and self.key == other.key
@@ -233,28 +233,30 @@ class ExitHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """See `viasd.routes.Readout`."""
-        logits = self._model.readout(hidden, self._turned)
-        if self._shortlist is None:
-            return logits
-        whole = logits.new_full((logits.shape[0], self._model.vocabulary), _UNKNOWN)
-        return whole.index_copy_(1, self._shortlist.to(logits.device), logits)
+        return widened(self._model.readout(hidden, self._turned), self._shortlist, self._model.vocabulary)
+
+    def row(self, hidden: Tensor) -> ShortRow:
+        """Raw logits of the words that this head knows, for the hidden states ``[1, 1, d]`` of one token."""
+        return ShortRow(self._model.readout(hidden, self._turned)[0], self._shortlist, self._model.vocabulary)
 
     def promise(self, hidden: Tensor) -> float | None:
         """Chance that this head would be right at hidden states ``[1, 1, d]``, by the probe alone; None without one."""
         if self._probe is None:
             return None
         weights, bias = self._probe
-        # The probe reads the state at unit root mean square, so that it needs no norm of the model's.
-        return float(torch.sigmoid(unit(hidden[0, -1].float()) @ weights + bias))
+        # The probe reads the state at unit root mean square, so that it needs no norm of the model's. This is `unit` in a
+        # few small products: it is asked at every exit, and overhead is all it costs.
+        state = hidden[0, -1].float()
+        scale = (float(state @ state) / state.shape[0] + UNIT_EPS) ** -0.5
+        return 1 / (1 + math.exp(-float(state @ weights) * scale - bias))
 
     def _turned(self, normed: Tensor) -> Tensor:
-        turn = self._transform
-        return self._head(normed if turn is None else turn(padded(normed, turn))[: normed.shape[0]])
+        return self._head(normed if self._turn is None else self._turn(normed))
 
 
 def unit(rows: Tensor) -> Tensor:
     """Rows ``[..., d]`` scaled to a root mean square of 1."""
-    return rows * torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
+    return rows * torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True) + UNIT_EPS)
 
 
 def parse_exits(text: str) -> tuple[int, ...]:

@@ -337,6 +337,18 @@ class LayeredModel:
         """
         return self._readout.rows(rows)
 
+    def product(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """A product with weights of one's own, by the CPU kernels where the model's own readout runs by them.
+
+        Args:
+            weight: ``[o, k]``, contiguous, in the model's dtype and on its device.
+            bias: ``[o]`` or None.
+
+        Returns:
+            Rows ``[n, k]`` -> ``[n, o]``.
+        """
+        return self._readout.product(weight, bias)
+
     def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb
         like = torch.empty(0, dtype=self.dtype, device=positions.device)

@@ -86,16 +86,22 @@ class Readout:
         weight, bias = getattr(self._head_module, "weight", None), getattr(self._head_module, "bias", None)
         if rows is not None and self._plain and weight is not None and not weight.is_meta:
             index = rows.to(weight.device)
-            words = weight.detach()[index], None if bias is None else bias.detach()[index]
-            if self._native is not None:
-                return NativeDense(*words, build.load())
-            cut = Dense(*words)
-            return lambda normed: cut(padded(normed, cut))[: normed.shape[0]]
-        index = torch.arange(self.vocabulary) if rows is None else rows
+            return self.product(weight.detach()[index], None if bias is None else bias.detach()[index])
         whole = self._head
+        if rows is None and isinstance(whole, Dense):
+            cut = None if whole.bias is None else whole.bias[: self.vocabulary]
+            return self.product(whole.weight[: self.vocabulary], cut)
+        index = torch.arange(self.vocabulary) if rows is None else rows
         if whole is None:
             return lambda normed: self._head_module(normed)[:, index.to(normed.device)]
         return lambda normed: whole(padded(normed, whole))[: normed.shape[0], index.to(normed.device)]
+
+    def product(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """See `viasd.layered.LayeredModel.product`."""
+        if self._native is not None:
+            return NativeDense(weight, bias, build.load())
+        dense = Dense(weight, bias)
+        return lambda rows: dense(padded(rows, dense))[: rows.shape[0]]
 
     def _logits(self, hidden: Tensor, steady: bool) -> Tensor:
         if self._native is not None and (done := self._native(hidden, steady)) is not None:
