@@ -150,6 +150,20 @@ def test_layers_that_do_nothing_are_saved() -> None:
     assert stats.by_tier == {"drafter": 16, "slim": 0, "full": 4}
 
 
+def test_guesses_obey_the_requests_processors() -> None:
+    # The same lens: it is wrong only where the penalty, or what the processor forbids, is not seen by it.
+    def forbids(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits[:, torch.cat([ids[0, -8:], logits[0].argmax()[None]])] = -torch.inf
+        return logits
+
+    pair = viasd.make_pair(redundant_model(range(3, 8)), tokenizer())
+    heads = LightHeads((3,), shortlist=torch.arange(300))
+    options = {"processors": [forbids], "repetition_penalty": 1.3, "max_new_tokens": 20}
+    result = generate(pair, prompt_ids(), strategy="adadecode", heads=heads, exit_threshold=0.0, **options)
+    assert result.token_ids == generate(pair, prompt_ids(), strategy="plain", **options).token_ids
+    assert (sum(result.stats.early.exits.values()), result.stats.early.refused) == (16, {})
+
+
 @pytest.mark.parametrize("wrong", [0, 2, 4])
 def test_a_refusal_of_the_first_the_middle_and_the_last_guess(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = reference("gemma2")
