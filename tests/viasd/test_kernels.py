@@ -287,6 +287,26 @@ def test_exits_inside_the_target_change_no_token_in_bf16_either(family: str) -> 
 
 
 @needs_kernels
+def test_layers_between_two_exits_run_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[int]] = []
+
+    def counted(layers: list[NativeLayer], *rest: Any) -> torch.Tensor:
+        calls.append([layer.lean.index for layer in layers])
+        return run_layers(layers, *rest)
+
+    pair = make_pair(tiny_model("llama"), byte_tokenizer(), layers="native")
+    monkeypatch.setattr("viasd.layered.run_layers", counted)
+    options = {"max_new_tokens": 6, "ignore_eos": True, "strategy": "adadecode", "heads": "lens:2,5"}
+    generate(pair, IDS[:10], exit_threshold=1.0, **options)
+    whole = list(range(8))
+    # The prompt; five tokens that may wait; one behind which there is no room for a guess.
+    assert calls == [whole, *([[0, 1], [2, 3, 4], [5, 6, 7]] * 5), whole]
+    calls.clear()
+    generate(pair, IDS[:10], max_pending=0, **options)
+    assert calls == [whole] * 7
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("words", [None, torch.arange(1, 300, 2)])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second changes its logits after the head
