@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from viasd.attention import Segment, Step
-from viasd.heads import ExitHead
+from viasd.heads import ExitHead, HeadRow
 from viasd.runtime.target import Stopwatch, TieredTarget
-from viasd.shortlist import ShortRow
 
 
 class Wave(Protocol):
@@ -53,7 +52,7 @@ class Wave(Protocol):
         """Chance, before the head here is read, that it would guess the newest token's successor; None if nothing says."""
         ...
 
-    def guess(self) -> ShortRow:
+    def guess(self) -> HeadRow:
         """Raw logits of the head here, for the newest token's successor."""
         ...
 
@@ -122,7 +121,7 @@ class LayerWave:
         assert self._hidden is not None
         return self._heads[self._depth].promise(self._hidden[:, -1:])
 
-    def guess(self) -> ShortRow:
+    def guess(self) -> HeadRow:
         """See `Wave`."""
         assert self._hidden is not None
         counters = self._target.counters

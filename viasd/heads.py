@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -26,7 +26,7 @@ from viasd.errors import HeadsError, OptionError
 from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
-from viasd.shortlist import ShortRow, widened
+from viasd.shortlist import UNKNOWN
 
 SCHEMA_VERSION = 1
 LENS = "lens:"
@@ -197,6 +197,33 @@ class LightHeads:
         return cls(exits, **tensors, target=identity, name=name, details=details)
 
 
+class HeadRow(NamedTuple):
+    """One row of a head, over the words that it knows.
+
+    What is read off it costs less than off the whole row, which is several times as long and mostly one constant.
+
+    Attributes:
+        known: Logits of these words, ``[m]``.
+        words: Their token ids ``[m]``, ascending; None is the whole vocabulary.
+        vocabulary: Words of a whole row.
+    """
+
+    known: Tensor
+    words: Tensor | None
+    vocabulary: int
+
+    @property
+    def dense(self) -> Tensor:
+        """Logits of all words ``[vocabulary]``, `UNKNOWN` where it knows none."""
+        return _widened(self.known[None], self.words, self.vocabulary)[0]
+
+    @property
+    def best(self) -> int:
+        """The token of the highest logit, the lowest id on a tie."""
+        place = int(self.known.argmax())
+        return place if self.words is None else int(self.words[place])
+
+
 class ExitHead:
     """One head on its target: hidden states ``[1, n, d]`` at its exit -> raw logits ``[n, V]``, -1e4 off the shortlist.
 
@@ -233,11 +260,11 @@ class ExitHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """See `viasd.routes.Readout`."""
-        return widened(self._model.readout(hidden, self._turned), self._shortlist, self._model.vocabulary)
+        return _widened(self._model.readout(hidden, self._turned), self._shortlist, self._model.vocabulary)
 
-    def row(self, hidden: Tensor) -> ShortRow:
+    def row(self, hidden: Tensor) -> HeadRow:
         """Raw logits of the words that this head knows, for the hidden states ``[1, 1, d]`` of one token."""
-        return ShortRow(self._model.readout(hidden, self._turned)[0], self._shortlist, self._model.vocabulary)
+        return HeadRow(self._model.readout(hidden, self._turned)[0], self._shortlist, self._model.vocabulary)
 
     def promise(self, hidden: Tensor) -> float | None:
         """Chance that this head would be right at hidden states ``[1, 1, d]``, by the probe alone; None without one."""
@@ -252,6 +279,14 @@ class ExitHead:
 
     def _turned(self, normed: Tensor) -> Tensor:
         return self._head(normed if self._turn is None else self._turn(normed))
+
+
+def _widened(known: Tensor, words: Tensor | None, vocabulary: int) -> Tensor:
+    """Logits ``[n, m]`` of some words -> ``[n, vocabulary]``; as they are without a list."""
+    if words is None:
+        return known
+    whole = known.new_full((known.shape[0], vocabulary), UNKNOWN)
+    return whole.index_copy_(1, words.to(known.device), known)
 
 
 def unit(rows: Tensor) -> Tensor:

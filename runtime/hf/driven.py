@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.layered import LayeredModel
 from viasd.probe import probe
+from viasd.shortlist import UNKNOWN
 from viasd.vocab import common_vocabulary
 
 # What was found out about a model is kept in its own __dict__: it has to die with the model, and every value refers to it.
 _KEPT = "_viasd_driven"
-_UNKNOWN = -1e4
 
 
 class WidenedModel(LayeredModel):
     """A drafter that knows fewer words than its target: rows as wide as the target's, the rest with probability 0.
 
-    Their logit is -1e4, not -inf, as in `viasd.heads`: a law is left where processors ban all that the drafter knows.
+    Their logit is -1e4, not -inf, as in `viasd.shortlist`: a law is left where processors ban all that the drafter knows.
 
     Attributes:
         width: Columns of a row; None leaves rows as they are.
@@ -43,7 +43,7 @@ class WidenedModel(LayeredModel):
         """See `LayeredModel.readout`."""
         rows = super().readout(hidden, head, steady=steady)
         missing = 0 if self.width is None else self.width - rows.shape[1]
-        return rows if missing <= 0 else nn.functional.pad(rows, (0, missing), value=_UNKNOWN)
+        return rows if missing <= 0 else nn.functional.pad(rows, (0, missing), value=UNKNOWN)
 
 
 @dataclass(eq=False)
