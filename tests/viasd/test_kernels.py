@@ -333,7 +333,7 @@ def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype
     if kind == "int8":
         codes, scale = int8_codes(weight)
         matrix, weight = Matrix("int8", codes, scale, bias=bias), codes.double() * scale.double()[:, None]
-        run = partial(multiplied, matrix=matrix, library=library)
+        run = partial(multiplied, matrix=matrix, kernels=library)
     elif kind == "int4":
         groups = int4_codes(weight)
         product = NativeInt4(groups.codes, groups.scale, groups.zero, bias, library)
@@ -343,7 +343,7 @@ def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype
         many = product(torch.cat([x, x]))[:17]
         torch.testing.assert_close(many.float(), product(x).float(), atol=0.3 if coarse else 1e-4, rtol=0)
     else:
-        run = partial(multiplied, matrix=Matrix("dense", weight, bias=bias), library=library)
+        run = partial(multiplied, matrix=Matrix("dense", weight, bias=bias), kernels=library)
     got = run(x)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=5e-3 if dtype.itemsize == 2 else 1e-5)

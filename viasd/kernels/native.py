@@ -90,12 +90,12 @@ class NativeLayer:
     Args:
         lean: The layer, without a `layer_obstacle`. It runs what the kernel does not: longer passes, and passes that are
             differentiated.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
-    def __init__(self, lean: LeanLayer, library: ctypes.CDLL) -> None:
+    def __init__(self, lean: LeanLayer, kernels: ctypes.CDLL) -> None:
         self.lean = lean
-        self.library = library
+        self.kernels = kernels
         self._held: list[Tensor] = []  # whose addresses the kernel knows
         made, norms = lean.products, lean.norms
         qkv = made.qkv.matrices
@@ -203,7 +203,7 @@ def run_layers(
         torch.get_num_threads(),
         _PARTS[part],
     )
-    _check(layers[0].library.viasd_layers(byref(call)))
+    _check(layers[0].kernels.viasd_layers(byref(call)))
     return out
 
 
@@ -214,12 +214,12 @@ class NativeReadout:
         norm: The norm.
         head: The head, of one matrix.
         rows: Logit rows that are wanted, from the first on.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
-    def __init__(self, norm: Norm, head: Product, rows: int, library: ctypes.CDLL) -> None:
+    def __init__(self, norm: Norm, head: Product, rows: int, kernels: ctypes.CDLL) -> None:
         matrix = head.matrices[0].rows(0, rows)
-        self._run = library.viasd_readout
+        self._run = kernels.viasd_readout
         self._rows = rows
         self._dtype = _dtype_of(matrix)
         made, kept = _norm_of(norm)
@@ -250,16 +250,16 @@ class NativeInt4:
         scale: ``[o, k / 32]`` in the dtype of the rows.
         zero: The same; a weight is ``(code - 8) * scale + zero``.
         bias: ``[o]`` or None.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
     least_rows = 1
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, kernels: ctypes.CDLL) -> None:
         halves = codes.unflatten(1, (-1, 2, 16))
         packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
         self._matrix = Matrix("int4", packed, scale.contiguous(), zero.contiguous(), bias)
-        self._library = library
+        self._kernels = kernels
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -274,7 +274,7 @@ class NativeInt4:
     def __call__(self, rows: Tensor) -> Tensor:
         """See `viasd.products.Product`. Many rows are multiplied with the weights that the codes stand for."""
         if rows.shape[0] <= MOST_TOKENS:
-            return multiplied(rows, self._matrix, self._library)
+            return multiplied(rows, self._matrix, self._kernels)
         return torch.nn.functional.linear(rows, self.weights(), self._matrix.bias)
 
     def weights(self) -> Tensor:
@@ -283,7 +283,7 @@ class NativeInt4:
         dtype = _dtype_of(self._matrix)
         out = torch.empty(matrix.rows, matrix.cols, dtype=dtype)
         threads = c_int64(torch.get_num_threads())
-        _check(self._library.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
+        _check(self._kernels.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
         return out
 
 
@@ -293,28 +293,28 @@ class NativeDense:
     Args:
         weight: ``[o, k]``, contiguous, on the CPU, in fp32 or bf16.
         bias: ``[o]`` or None.
-        library: The kernels.
+        kernels: The compiled kernels (`build.load`).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: ctypes.CDLL) -> None:
         self._dense = Dense(weight, bias)
         self._matrix = Matrix("dense", weight, bias=bias)
-        self._library = library
+        self._kernels = kernels
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows ``[n, k]`` -> ``[n, o]``."""
         if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
             return self._dense(padded(rows, self._dense))[: rows.shape[0]]
-        return multiplied(rows, self._matrix, self._library)
+        return multiplied(rows, self._matrix, self._kernels)
 
 
-def multiplied(rows: Tensor, matrix: Matrix, library: ctypes.CDLL) -> Tensor:
+def multiplied(rows: Tensor, matrix: Matrix, kernels: ctypes.CDLL) -> Tensor:
     """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
     rows = rows.contiguous()
     out = rows.new_empty(rows.shape[0], matrix.weight.shape[0])
     threads = torch.get_num_threads()
     call = _Product(_described(matrix), rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
-    _check(library.viasd_product(byref(call)))
+    _check(kernels.viasd_product(byref(call)))
     return out
 
 
