@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -148,16 +147,21 @@ def read_out(
 ) -> list[Tensor]:
     """Raw logits ``[rows, V]`` at the last positions of each sequence, as many as asked for (none where that is 0).
 
-    `own` reads them in the place of the route's or the model's readout.
+    `own` reads them in the place of the route's or the model's readout. By the CPU kernels a row is the same whatever other
+    rows there are.
     """
     wanted = [states[:, states.shape[1] - n :] for states, n in zip(hidden, rows, strict=True)]
     own = own or (None if route is None else route.readout)
-    readout: Callable[[Tensor], Tensor] = own or partial(model.readout, steady=True)
     read = [states for states in wanted if states.shape[1]]
-    if len(wanted) == 1 and read:
-        return [readout(read[0])]
-    logits = readout(torch.cat(read, dim=1)) if read else torch.empty(0, model.vocabulary)
-    return list(logits.split(list(rows)))
+    if not read:
+        return list(torch.empty(0, model.vocabulary).split(list(rows)))
+    joined = _together(read)
+    if own is None:
+        logits = model.readout(joined, steady=True)
+    else:
+        parts = [own(piece) for piece in joined.split(model.steady_rows or joined.shape[1], dim=1)]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return [logits] if len(wanted) == 1 else list(logits.split(list(rows)))
 
 
 def _joined_at_gap(model: LayeredModel, route: Route, shares: Sequence[Share]) -> list[States]:

@@ -14,7 +14,7 @@ from viasd.forms import layer_forms
 from viasd.fuse import fuse
 from viasd.heads import unit
 from viasd.kernels import build
-from viasd.kernels.native import NativeDense, NativeLayer
+from viasd.kernels.native import NativeLayer, NativeProduct
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.products import Dense, padded
@@ -50,7 +50,7 @@ class FeatureModel:
         self.logits = ShortReadout(model, file.shortlist)
         weight = file.weights[FUSE].to(device, dtype).contiguous()
         native = all(isinstance(form, NativeLayer) for form in self._forms)
-        self._fuse = NativeDense(weight, None, build.load()) if native else _padding(Dense(weight))
+        self._fuse = NativeProduct(Dense(weight), build.load()) if native else _padding(Dense(weight))
 
     @property
     def form(self) -> str:

@@ -26,6 +26,7 @@ from viasd.errors import HeadsError, OptionError
 from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
+from viasd.products import Dense
 from viasd.shortlist import UNKNOWN
 
 SCHEMA_VERSION = 1
@@ -250,7 +251,9 @@ class ExitHead:
         self._head = head
         self._shortlist = None if shortlist is None else shortlist.to(model.device, torch.long)
         self._probe = None if probe is None else (probe[:-1].to(model.device, torch.float32), float(probe[-1]))
-        self._turn = None if transform is None else model.product(transform.to(model.device, model.dtype).contiguous())
+        self._turn: Callable[[Tensor], Tensor] | None = None
+        if transform is not None:
+            self._turn = model.product(Dense(transform.to(model.device, model.dtype).contiguous()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExitHead) and self.key == other.key

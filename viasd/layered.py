@@ -26,6 +26,7 @@ from viasd.forms import ModelProducts, layer_forms
 from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, run_layers
 from viasd.kv import SequenceKV
 from viasd.lean import obstacle
+from viasd.products import Product
 from viasd.readout import Readout
 from viasd.rotary import RotaryTable, Rotation
 
@@ -337,17 +338,17 @@ class LayeredModel:
         """
         return self._readout.rows(rows)
 
-    def product(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """A product with weights of one's own, by the CPU kernels where the model's own readout runs by them.
+    def product(self, product: Product) -> Callable[[Tensor], Tensor]:
+        """A product that belongs to a readout, ``[n, k]`` -> ``[n, o]``: by the CPU kernels where the model's own is."""
+        return self._readout.product(product)
 
-        Args:
-            weight: ``[o, k]``, contiguous, in the model's dtype and on its device.
-            bias: ``[o]`` or None.
+    @property
+    def steady_rows(self) -> int | None:
+        """Most rows that a readout with another head may have in one call without noticing each other (by the CPU kernels).
 
-        Returns:
-            Rows ``[n, k]`` -> ``[n, o]``.
+        None where torch's products run, which promise nothing of the kind.
         """
-        return self._readout.product(weight, bias)
+        return self._readout.steady_rows
 
     def _rotary(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary: Any = self.decoder.rotary_emb

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from viasd.forms import ModelProducts
 from viasd.kernels import build
-from viasd.kernels.native import NativeDense, NativeLayer, NativeReadout, product_obstacle
+from viasd.kernels.native import MOST_TOKENS, NativeLayer, NativeProduct, NativeReadout, product_obstacle
 from viasd.lean import LeanLayer, Norm, untouched
 from viasd.products import Dense, Product, padded
 
@@ -86,22 +86,22 @@ class Readout:
         weight, bias = getattr(self._head_module, "weight", None), getattr(self._head_module, "bias", None)
         if rows is not None and self._plain and weight is not None and not weight.is_meta:
             index = rows.to(weight.device)
-            return self.product(weight.detach()[index], None if bias is None else bias.detach()[index])
-        whole = self._head
-        if rows is None and isinstance(whole, Dense):
-            cut = None if whole.bias is None else whole.bias[: self.vocabulary]
-            return self.product(whole.weight[: self.vocabulary], cut)
-        index = torch.arange(self.vocabulary) if rows is None else rows
-        if whole is None:
-            return lambda normed: self._head_module(normed)[:, index.to(normed.device)]
-        return lambda normed: whole(padded(normed, whole))[: normed.shape[0], index.to(normed.device)]
+            return self.product(Dense(weight.detach()[index], None if bias is None else bias.detach()[index]))
+        whole = self._head_module if self._head is None else self.product(self._head)
+        if rows is None:
+            return lambda normed: whole(normed)[:, : self.vocabulary]
+        return lambda normed: whole(normed)[:, rows.to(normed.device)]
 
-    def product(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    def product(self, product: Product) -> Callable[[Tensor], Tensor]:
         """See `viasd.layered.LayeredModel.product`."""
-        if self._native is not None:
-            return NativeDense(weight, bias, build.load())
-        dense = Dense(weight, bias)
-        return lambda rows: dense(padded(rows, dense))[: rows.shape[0]]
+        if self._native is not None and len(product.matrices) == 1 and product_obstacle(product) is None:
+            return NativeProduct(product, build.load())
+        return lambda rows: product(padded(rows, product))[: rows.shape[0]]
+
+    @property
+    def steady_rows(self) -> int | None:
+        """See `viasd.layered.LayeredModel.steady_rows`."""
+        return None if self._native is None else MOST_TOKENS
 
     def _logits(self, hidden: Tensor, steady: bool) -> Tensor:
         if self._native is not None and (done := self._native(hidden, steady)) is not None:

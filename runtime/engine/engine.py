@@ -35,8 +35,9 @@ class Engine:
     """Answers many requests at once.
 
     What a request says does not depend on the others: each has its own sampling, seed, processors, stops, strategy and
-    guard, and its rows are computed from its own tokens alone. With the CPU kernels they are the same bits as alone;
-    elsewhere packed products may round differently, as any change of shape does.
+    guard, and its rows are computed from its own tokens alone. With the CPU kernels they are the same bits as alone, light
+    heads and shortlists included. Torch's products, which may round differently in another company, are used elsewhere, and
+    for the stitches of a mask: these shape proposals of the slim verifier and no row of the full one.
 
     Not thread-safe: one thread adds, steps and cancels.
 

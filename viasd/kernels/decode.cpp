@@ -339,8 +339,8 @@ INLINE Range share(int64_t blocks, int64_t thread, int64_t threads) {
 }
 
 // Where the threads of a team wait for each other. OpenMP's own barrier spins for milliseconds; on a machine that has other
-// work too, a thread that lost its processor then keeps all others spinning, 6 times a layer. Here a thread soon goes to sleep,
-// so that the one it waits for gets its processor.
+// work too, a thread that lost its processor then keeps all others spinning, 6 times a layer. Here a thread soon goes to
+// sleep, so that the one it waits for gets its processor.
 struct Barrier {
     static const int SPINS = 2000;  // some tens of microseconds, longer than threads are apart on a machine of their own
     std::atomic<int> arrived{0}, phase{0}, asleep{0};

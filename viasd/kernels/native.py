@@ -19,7 +19,7 @@ from torch import Tensor
 from viasd.attention import Step
 from viasd.errors import KernelError
 from viasd.lean import LeanLayer, Norm
-from viasd.products import Dense, Matrix, Product, padded
+from viasd.products import Matrix, Product, padded
 from viasd.rotary import Rotation
 
 #: A sequence's pass of more tokens runs through torch: from here on computing takes longer than reading the weights. Which
@@ -287,24 +287,23 @@ class NativeInt4:
         return out
 
 
-class NativeDense:
-    """A product with weights as they are: few rows by the kernel, many, and rows that are differentiated, through torch.
+class NativeProduct:
+    """A product of which few rows run by the kernel; many, and rows that are differentiated, through torch.
 
     Args:
-        weight: ``[o, k]``, contiguous, on the CPU, in fp32 or bf16.
-        bias: ``[o]`` or None.
+        product: Of one matrix, without a `product_obstacle`.
         kernels: The compiled kernels (`build.load`).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: ctypes.CDLL) -> None:
-        self._dense = Dense(weight, bias)
-        self._matrix = Matrix("dense", weight, bias=bias)
+    def __init__(self, product: Product, kernels: ctypes.CDLL) -> None:
+        (self._matrix,) = product.matrices
+        self._product = product
         self._kernels = kernels
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows ``[n, k]`` -> ``[n, o]``."""
-        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != self._matrix.weight.dtype:
-            return self._dense(padded(rows, self._dense))[: rows.shape[0]]
+        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != _dtype_of(self._matrix):
+            return self._product(padded(rows, self._product))[: rows.shape[0]]
         return multiplied(rows, self._matrix, self._kernels)
 
 

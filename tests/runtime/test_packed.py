@@ -1,0 +1,70 @@
+"""Rows of packed sequences, read out by the kernels, do not depend on the company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from viasd.heads import LightHeads
+from viasd.kernels import build
+from viasd.kernels.native import MOST_TOKENS
+from viasd.layered import LayeredModel
+from viasd.probe import load_layered
+from viasd.routes import Route
+from viasd.runtime.packed import read_out
+from viasd.shortlist import ShortReadout
+from viasd.testing import tiny_model
+
+WIDTH, LENGTHS = 96, (1, 6, 20, 0, 9, MOST_TOKENS + 3, 2)
+
+
+def model_of(dtype: torch.dtype, layers: str = "auto") -> LayeredModel:
+    return load_layered(tiny_model("llama", dtype=dtype, hidden_size=WIDTH, num_hidden_layers=4), layers=layers)
+
+
+def readout_of(kind: str, model: LayeredModel) -> Any:
+    generator = torch.Generator().manual_seed(2)
+    turns = torch.randn(1, WIDTH, WIDTH, generator=generator)
+    words = torch.arange(0, model.vocabulary, 3)
+    made: dict[str, Callable[[], Any]] = {
+        "the model's": lambda: None,
+        "lens": lambda: LightHeads.lens((2,)).bind(model)[2],
+        "head": lambda: LightHeads((2,), turns, words).bind(model)[2],
+        "head of all words": lambda: LightHeads((2,), turns).bind(model)[2],
+        "shortlist": lambda: ShortReadout(model, words),
+    }
+    return made[kind]()
+
+
+def states() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(1, n + 2, WIDTH, generator=generator) for n in LENGTHS]
+
+
+@pytest.mark.skipif(build.why_missing() is not None, reason=f"no kernels: {build.why_missing()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["the model's", "lens", "head", "head of all words", "shortlist"])
+def test_a_row_is_the_same_bits_whatever_is_read_out_with_it(kind: str, dtype: torch.dtype) -> None:
+    model = model_of(dtype)
+    readout, hidden = readout_of(kind, model), [state.to(dtype) for state in states()]
+    route = Route.full(model.n_layers) if readout is None else Route((True, True, False, False), readout=readout)
+    with torch.inference_mode():
+        together = read_out(model, route, hidden, LENGTHS)
+        for state, n, rows in zip(hidden, LENGTHS, together, strict=True):
+            assert rows.shape == (n, model.vocabulary)
+            assert torch.equal(rows, read_out(model, route, [state], [n])[0])
+            for i in range(n):  # row by row, as plain decoding reads them
+                one = read_out(model, None, [state[:, : state.shape[1] - n + i + 1]], [1], readout)[0]
+                assert torch.equal(rows[i : i + 1], one)
+
+
+@pytest.mark.parametrize("kind", ["the model's", "lens", "head", "head of all words", "shortlist"])
+def test_rows_by_torch_are_the_same_but_for_rounding(kind: str) -> None:
+    ours, theirs = model_of(torch.float32), model_of(torch.float32, "hf")
+    found = [read_out(model, None, states(), LENGTHS, readout_of(kind, model)) for model in (ours, theirs)]
+    for rows, expected in zip(*found, strict=True):
+        torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
