@@ -278,7 +278,7 @@ class ExitHead:
         # few small products: it is asked at every exit, and overhead is all it costs.
         state = hidden[0, -1].float()
         scale = (float(state @ state) / state.shape[0] + UNIT_EPS) ** -0.5
-        return 1 / (1 + math.exp(-float(state @ weights) * scale - bias))
+        return 0.5 + 0.5 * math.tanh(0.5 * (float(state @ weights) * scale + bias))  # a sigmoid that never overflows
 
     def _turned(self, normed: Tensor) -> Tensor:
         return self._head(normed if self._turn is None else self._turn(normed))

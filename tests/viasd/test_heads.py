@@ -118,6 +118,9 @@ def test_a_probe_reads_the_state_alone() -> None:
         expected = torch.sigmoid(unit @ heads.probes[0, :-1] + heads.probes[0, -1])
         assert heads.bind(model)[2].promise(found[2]) == pytest.approx(float(expected), rel=1e-5)
         assert LightHeads.lens((2,)).bind(model)[2].promise(found[2]) is None
+        for bias, chance in ((-1e4, 0.0), (1e4, 1.0)):  # beyond what exp can take
+            extreme = made(probes=torch.cat([torch.zeros(2, 32), torch.full((2, 1), bias)], dim=1))
+            assert extreme.bind(model)[2].promise(found[2]) == chance
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
