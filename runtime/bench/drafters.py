@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ def priced(kept: Sequence[float], step: float, full: Sequence[float]) -> Price:
 
 
 @dataclass(frozen=True)
-class Line:
-    """One drafter of the table.
+class Drafter:
+    """What is known of a drafter before it is timed.
 
     Attributes:
         drafter: Where it lies.
@@ -87,9 +88,6 @@ class Line:
         read: Numbers that one step reads, its cut head included.
         accept_mass: sum min(p, q) of its first token at temperature 1, on text kept back.
         kept: Share kept of each place of a block, of blocks that reached it, at temperature 0.
-        step: Seconds of one step.
-        share: The same as a share of the target's pass over one token, timed in turn with it.
-        price: What follows.
     """
 
     drafter: str
@@ -99,13 +97,25 @@ class Line:
     read: int
     accept_mass: float
     kept: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Line(Drafter):
+    """One drafter of the table.
+
+    Attributes:
+        step: Seconds of one step.
+        share: The same as a share of the target's pass over one token.
+        price: What follows.
+    """
+
     step: float
     share: float
     price: Price
 
 
-def line_of(name: str, pair: Pair) -> Line:
-    """Times a pair's drafter and prices it by its record.
+def known_of(name: str, pair: Pair) -> Drafter:
+    """A pair's drafter, by its files.
 
     Args:
         name: What it is called.
@@ -123,12 +133,27 @@ def line_of(name: str, pair: Pair) -> Line:
         raise DrafterError(
             f"expected a record of what is kept with drafter '{name}', but {error!r}; fit it anew (viasd-fit drafter)"
         ) from error
-    seconds = pass_seconds(pair, {}, range(1, len(kept) + 1))
-    full = [seconds["full"][tokens] for tokens in range(1, len(kept) + 2)]
-    step = seconds["drafter"][1]
     kind = "standalone" if pair.feature is None else "feature"
-    price = priced(kept, step, full)
-    return Line(name, kind, shape, words, layers + words * shape[1], accept_mass, kept, step, step / full[0], price)
+    return Drafter(name, kind, shape, words, layers + words * shape[1], accept_mass, kept)
+
+
+def lines_of(known: Sequence[Drafter], times: Sequence[Mapping[str, Mapping[int, float]]]) -> list[Line]:
+    """The lines of a table.
+
+    Args:
+        known: The drafters.
+        times: Of each, seconds as `viasd.runtime.bench.costs.pass_seconds` gives them. The target is the same for all, so
+            its passes cost the median of what was measured beside each: else luck would decide between drafters.
+    """
+    lines = []
+    for one, seconds in zip(known, times, strict=True):
+        full = [
+            median(other["full"][tokens] for other in times if tokens in other["full"])
+            for tokens in range(1, len(one.kept) + 2)
+        ]
+        step = seconds["drafter"][1]
+        lines.append(Line(**vars(one), step=step, share=step / full[0], price=priced(one.kept, step, full)))
+    return lines
 
 
 def _size(name: str, pair: Pair) -> tuple[tuple[int, int, int], int, int]:
@@ -181,14 +206,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.threads is not None:
             torch.set_num_threads(args.threads)
         config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
-        lines = []
+        known, times = [], []
         for name in args.drafters:
             pair = load_pair(target=args.target, drafter=name, config=config, say=lambda line: None)
-            lines.append(line_of(name, pair))
+            known.append(known_of(name, pair))
+            times.append(pass_seconds(pair, {}, range(1, len(known[-1].kept) + 1)))
             print(f"{name}: measured", file=sys.stderr)
     except ViasdError as error:
         print(f"drafters: error: {error}", file=sys.stderr)
         return 2
+    lines = lines_of(known, times)
     if args.json:
         print(json.dumps([asdict(line) for line in lines]))
     else:

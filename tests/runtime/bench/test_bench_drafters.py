@@ -49,8 +49,14 @@ def test_every_drafter_is_a_line_with_what_it_reads_keeps_and_costs(
     made: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, feature, small = made
-    seconds = {"full": {1: 10.0, 2: 11.0, 3: 11.5}, "drafter": {1: 1.0}}
-    monkeypatch.setattr(drafters, "pass_seconds", lambda pair, masks, gammas: seconds)
+    # The target's passes are slower beside the second; both are priced by the mean of two.
+    beside = [
+        {"full": {1: 9.0, 2: 10.0, 3: 10.5}, "drafter": {1: 1.0}},
+        {"full": {1: 11.0, 2: 12.0, 3: 12.5}, "drafter": {1: 2.0}},
+        {"full": {1: 10.0, 2: 11.0, 3: 11.5}, "drafter": {1: 1.0}},
+    ]
+    times = iter(beside)
+    monkeypatch.setattr(drafters, "pass_seconds", lambda pair, masks, gammas: next(times))
     usual = ["--target", target, "--dtype", "float32", "--device", "cpu"]
     assert main([*usual, feature, small, "--json"]) == 0
     one, other = json.loads(capsys.readouterr().out)
@@ -59,9 +65,9 @@ def test_every_drafter_is_a_line_with_what_it_reads_keeps_and_costs(
     assert (other["kind"], other["shape"], other["words"]) == ("standalone", [1, 32, 64], 50)
     layers = AutoModelForCausalLM.from_pretrained(small).model.layers
     assert other["read"] == 50 * 32 + sum(weight.numel() for weight in layers.parameters())
-    for line in (one, other):
-        assert (line["kept"], line["accept_mass"], line["share"]) == ([0.5, 0.8], 0.4, 0.1)
-        assert line["price"]["block"] == 2
+    for line, share in ((one, 0.1), (other, 0.2)):
+        assert (line["kept"], line["accept_mass"], line["share"]) == ([0.5, 0.8], 0.4, share)
+        assert (line["price"]["block"], line["price"]["speed"]) == (2, pytest.approx(19 / (11.5 + 20 * share)))
     assert main([*usual, feature]) == 0
     cells = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
     read = f"{one['read'] / 1e6:.1f}"
