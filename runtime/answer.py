@@ -89,6 +89,7 @@ class Answer:
         draws: Source of randomness (tests); None seeds one.
         sampler: From logits to laws; None makes that of the configuration.
         chunk: Tokens of the prompt that are run at a time; None is what suits the device.
+        name: What its lines in a log begin with, where there are several answers.
 
     Attributes:
         tokens: Prompt and committed tokens.
@@ -118,6 +119,7 @@ class Answer:
         draws: Draws | None = None,
         sampler: Sampler | None = None,
         chunk: int | None = None,
+        name: str | None = None,
     ) -> None:
         self.pair = pair
         self.config = config
@@ -151,6 +153,7 @@ class Answer:
             full_readout=full_readout,
             slim_readout=slim_readout,
             log_every=config.decoding.readout_log,
+            name=name,
         )
         bench = Workbench(self.target, self.sampler, draws or SeededDraws(self.seed), self.counters)
         eos = frozenset() if config.ignore_eos else pair.eos_ids

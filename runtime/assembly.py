@@ -23,7 +23,7 @@ from viasd.runtime.drafters import (
     SelfDrafter,
     VerticalDrafter,
 )
-from viasd.runtime.drafters.along import readout_of
+from viasd.runtime.drafters.along import short_readout_of
 from viasd.runtime.exits import CalibratedExits, ExitCosts, ExitRule, FixedExits
 from viasd.runtime.gates import Gate
 from viasd.runtime.lengths import LOOKUP_PRIORS, DraftLength, LookupFirstPace, LookupPace, ModelPace, Pace
@@ -216,9 +216,7 @@ class Assembly:
         if pair.feature is not None:
             return FeatureDrafter(pair.feature, self.target, counters, **self._stops)
         if pair.drafter is not None:
-            return ModelDrafter(
-                pair.drafter, counters, **self._stops, readout=None if pair.shortlist is None else readout_of(pair)
-            )
+            return ModelDrafter(pair.drafter, counters, **self._stops, readout=short_readout_of(pair))
         if pair.drafter_kind == "lookup":
             return LookupDrafter(counters, **self._stops)
         base = self.target.route or LayerMask.even(pair.target.n_layers, 0.0).route

@@ -8,7 +8,8 @@ it has seen enough it lets nothing pass, and decoding is lossless.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,7 @@ class Guard:
     def __init__(self, config: GuardConfig | None = None, start: Mapping[str, Any] | None = None) -> None:
         self.config = config or GuardConfig()
         self._seeded = start is not None
+        self._held: list[tuple[Array, Sequence[int], Sequence[float]]] | None = None
         self.estimator = LogisticEstimator.from_state(start) if start is not None else new_estimator()
         if len(self.estimator.slopes) != len(FEATURES):
             raise MaskError(
@@ -100,10 +102,28 @@ class Guard:
 
     def observe(self, features: Array, positions: Sequence[int], agreement: Sequence[float]) -> None:
         """Learns from judged tokens; refits from time to time."""
+        if self._held is not None:
+            self._held.append((features, positions, agreement))
+            return
         capped = np.minimum(np.asarray(positions, dtype=np.int64), len(self.estimator.intercepts) - 1)
         self.estimator.observe(features, capped, np.clip(np.asarray(agreement, dtype=np.float64), 0.0, 1.0))
         if self.estimator.pending >= self.config.refit_every:
             self.estimator.refit()
+
+    @contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """Learns what it hears inside only at the end.
+
+        For rounds of several answers that go on at once. A round asks what the gate does before the full verifier's pass
+        and again behind it, when others have been heard, and has to be told the same.
+        """
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for each in held:
+                self.observe(*each)
 
 
 class GuardedGate:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ def run_prompts(pair: Pair, lines: Sequence[PromptLine], args: argparse.Namespac
         adaptive=args.adaptive_verification or "auto",
         adaptive_state=state,
     )
-    wanted = {line.number: _fingerprint(pair, engine, line, options, args) for line in lines}
+    settings = _settings(pair, engine, args)
+    wanted = {line.number: _fingerprint(line, options, settings) for line in lines}
     output = None if args.output is None else AnswerFile(args.output, wanted)
     done = {} if output is None else output.done
     if output is not None and output.mended:
@@ -111,7 +113,7 @@ class _Run:
             try:
                 if line.messages is not None and args.chat is False:
                     raise OptionError('"messages" is a chat, but --no-chat leaves the chat template out')
-                number = self._engine.add(prompt, **{**options, **line.options})
+                number = self._engine.add(prompt, name=f"line {line.number}", **{**options, **line.options})
             except ViasdError as error:
                 raise type(error)(f"'{args.prompts}', line {line.number}: {error}") from error
             self._asked[number] = line
@@ -232,17 +234,28 @@ def _read_state(name: str) -> Mapping[str, Any] | None:
     return found
 
 
-def _fingerprint(
-    pair: Pair, engine: Engine, line: PromptLine, options: Mapping[str, Any], args: argparse.Namespace
-) -> str:
+def _settings(pair: Pair, engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """What all answers of a run depend on."""
+    from viasd.identity import ModelIdentity
+
+    target = asdict(ModelIdentity.of(pair.target, pair.target_id))
+    feature = None if pair.feature is None else pair.feature.file.digest
+    drafter = [pair.drafter_kind, pair.lookup_first, feature]
+    return {
+        "chat": [args.chat, args.system, bool(args.base)],
+        "pair": [pair.name, target, drafter, pair.source, pair.dtype, args.quantization],
+        # Its file says what the slim verifier reads out by and what a guard begins with; weights are in the hash alone.
+        "mask": None if engine.mask is None else [engine.mask.to_json(), engine.mask.digest],
+    }
+
+
+def _fingerprint(line: PromptLine, options: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """What an answer depends on, as far as it was said: another one is not a continuation."""
     said = {
+        **settings,
         "prompt": line.prompt,
         "messages": line.messages,
         "extra": line.extra,
         "options": {k: str(v) for k, v in sorted({**options, **line.options}.items())},
-        "chat": [args.chat, args.system, bool(args.base)],
-        "pair": [pair.name, pair.target_id, pair.dtype],
-        "mask": None if engine.mask is None else [engine.mask.name, list(engine.mask.keep)],
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

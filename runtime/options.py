@@ -11,7 +11,8 @@ from typing import Any
 import viasd
 from viasd import masks
 from viasd.errors import HeadsError, MaskError, OptionError
-from viasd.runtime.command import check_writable, is_file
+from viasd.runtime.command import is_file
+from viasd.runtime.many_options import MANY_EXCLUSIVE, add_many_options, check_many
 from viasd.runtime.models import Parser, add_model_options, check_exclusive, check_models, given_options, option
 from viasd.runtime.names import BASELINES, EXITING, MASKED, MODES, STRATEGIES, UNDRAFTED
 from viasd.runtime.readout_options import add_readout_options, add_readout_tiers
@@ -75,10 +76,6 @@ _LISTING = {"list_pairs", "json", "base", "no_color", "quiet"}
 # Two options of which only one can be given, and why.
 _EXCLUSIVE = (
     ("prompt", "prompt_file", "there is one prompt"),
-    ("prompts", "prompt", "the prompts are in the file"),
-    ("prompts", "prompt_file", "the prompts are in the file"),
-    ("prompts", "check", "one answer is checked at a time"),
-    ("output", "json", "the file has JSON lines anyway"),
     ("theta_acc", "alpha1", "alphas are another way to give the thresholds"),
     ("theta_acc", "alpha2", "alphas are another way to give the thresholds"),
     ("theta_esc", "alpha1", "alphas are another way to give the thresholds"),
@@ -88,6 +85,7 @@ _EXCLUSIVE = (
     ("preset", "lossless", "the preset is lossy"),
     ("preset", "max_disagreement", "the preset has no guard"),
     ("backtrack_layers", "backtrack_ratio", "they are two ways to give one window"),
+    *MANY_EXCLUSIVE,
 )
 
 
@@ -187,35 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = parser.add_argument_group("prompt and output")
     text.add_argument("--prompt", metavar="TEXT", help="without any prompt: standard input, or a chat at a terminal")
     text.add_argument("--prompt-file", metavar="FILE", help="- is standard input; one line break at the end is dropped")
-    text.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='many prompts: JSON lines with "prompt" or "messages"; max_new_tokens, seed, stop and sampling options may be '
-        "given per line, other keys are handed through",
-    )
-    text.add_argument("--concurrency", type=int, metavar="N", help="of --prompts: most answers at once (default 16)")
-    text.add_argument(
-        "--adaptive-verification",
-        choices=("on", "off", "auto"),
-        help="of --prompts: draft and verify as much as pays by measured costs, at most --gamma tokens; auto (default) "
-        "where it can pay, and not for sampled answers with a seed",
-    )
-    text.add_argument(
-        "--adaptive-state",
-        metavar="FILE",
-        help="of --prompts: what adaptive verification has learnt is read from there, and written there at the end",
-    )
-    text.add_argument(
-        "--kv-budget",
-        type=float,
-        metavar="GB",
-        help="of --prompts: memory for keys and values (default: half of the free)",
-    )
-    text.add_argument(
-        "--output",
-        metavar="FILE",
-        help="of --prompts: JSON lines go there, and the same command goes on after a stop",
-    )
+    add_many_options(text)
     text.add_argument("--system", metavar="TEXT", help="system message of the chat")
     text.add_argument(
         "--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)"
@@ -249,7 +219,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _check_heads(args, given)
     _check_decoding(args, given)
     _check_text(args)
-    _check_many(args, given)
+    check_many(args, given)
     return args
 
 
@@ -356,35 +326,6 @@ def _check_decoding(args: argparse.Namespace, given: set[str]) -> None:
         for name in ("top_k", "top_p", "min_p"):
             if name in given:
                 raise OptionError(f"{option(name)} only means something when sampling; add --temperature above 0")
-
-
-def _check_many(args: argparse.Namespace, given: set[str]) -> None:
-    if args.prompts is None:
-        for name in ("concurrency", "kv_budget", "output", "adaptive_verification", "adaptive_state"):
-            if name in given:
-                raise OptionError(f"{option(name)} is about many prompts; add --prompts FILE")
-        return
-    if args.strategy in EXITING:
-        raise OptionError(
-            f"--strategy {args.strategy} runs its tokens through the layers in a wave of its own, which other sequences "
-            "can't share; it answers one --prompt at a time"
-        )
-    if args.concurrency is not None and args.concurrency < 1:
-        raise OptionError(f"--concurrency must be at least 1, but got {args.concurrency}")
-    if args.adaptive_verification == "on" and args.strategy in UNDRAFTED:
-        raise OptionError(f"--adaptive-verification on is about drafts, but --strategy {args.strategy} drafts nothing")
-    if args.adaptive_verification == "on" and args.mode == "via":
-        raise OptionError(
-            "--adaptive-verification on is about exact tests, but --mode via lets a gate decide; leave one out"
-        )
-    if args.adaptive_state is not None:
-        if args.adaptive_verification == "off":
-            raise OptionError("--adaptive-state is of adaptive verification, which is off; leave one out")
-        check_writable("adaptive-state", args.adaptive_state)
-    if args.kv_budget is not None and not args.kv_budget > 0:
-        raise OptionError(f"--kv-budget must be above 0 GB, but got {args.kv_budget:g}")
-    if args.output is not None:
-        check_writable("output", args.output)
 
 
 def _check_text(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -143,15 +143,13 @@ def read_out(
     route: Route | None,
     hidden: Sequence[Tensor],
     rows: Sequence[int],
-    own: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
     """Raw logits ``[rows, V]`` at the last positions of each sequence, as many as asked for (none where that is 0).
 
-    `own` reads them in the place of the route's or the model's readout. By the CPU kernels a row is the same whatever other
-    rows there are.
+    By the CPU kernels a row is the same whatever other rows there are.
     """
     wanted = [states[:, states.shape[1] - n :] for states, n in zip(hidden, rows, strict=True)]
-    own = own or (None if route is None else route.readout)
+    own = None if route is None else route.readout
     read = [states for states in wanted if states.shape[1]]
     if not read:
         return list(torch.empty(0, model.vocabulary).split(list(rows)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from viasd.rows import Rows
 from viasd.runtime.target import Target
+from viasd.shortlist import ShortRows
 
 T = TypeVar("T")
 
@@ -22,14 +23,14 @@ T = TypeVar("T")
 class RowSource(Protocol):
     """A drafter that is a model, as far as a pass is concerned."""
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
-        """Runs `tokens`, which follow what has been run, and returns the last n raw rows ``[n, V]``."""
+    def rows(self, tokens: Sequence[int], n: int) -> Tensor | ShortRows:
+        """Runs `tokens`, which follow what has been run; returns the last n raw rows ``[n, V]``, or a shortlist's words."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class FullPass:
-    """One pass of the full verifier; answered with raw logits ``[rows, V]`` (`Target.full`).
+class VerifierPass:
+    """One pass of a verifier; answered with raw logits ``[rows, V]``.
 
     Attributes:
         target: The sequence's target.
@@ -40,6 +41,11 @@ class FullPass:
     target: Target
     tokens: Sequence[int]
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class FullPass(VerifierPass):
+    """One pass of the full verifier (`Target.full`)."""
 
     def run(self) -> Tensor:
         """Runs it alone."""
@@ -47,18 +53,8 @@ class FullPass:
 
 
 @dataclass(frozen=True, slots=True)
-class SlimPass:
-    """One pass of the slim verifier; answered with raw logits ``[rows, V]`` (`Target.slim`).
-
-    Attributes:
-        target: The sequence's target.
-        tokens: Its tokens up to the end of the pass.
-        rows: Rows wanted, at the last positions.
-    """
-
-    target: Target
-    tokens: Sequence[int]
-    rows: int
+class SlimPass(VerifierPass):
+    """One pass of the slim verifier (`Target.slim`)."""
 
     def run(self) -> Tensor:
         """Runs it alone."""
@@ -67,7 +63,7 @@ class SlimPass:
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """One pass of a drafter that is a model; answered with raw logits ``[rows, V]``.
+    """One pass of a drafter that is a model; answered with raw logits ``[rows, V]``, or with those of a shortlist's words.
 
     Attributes:
         drafter: Whose pass it is.
@@ -79,7 +75,7 @@ class DraftPass:
     tokens: Sequence[int]
     rows: int
 
-    def run(self) -> Tensor:
+    def run(self) -> Tensor | ShortRows:
         """Runs it alone."""
         return self.drafter.rows(self.tokens, self.rows)
 
@@ -95,7 +91,8 @@ class Admission:
         proposer: Whose tokens they are: ``drafter`` or ``slim``.
         verifier: Where they are going: ``slim`` or ``full``.
         tokens: The n tokens.
-        logits: The proposer's raw logits ``[V]`` at each of them; none where the drafter has no model.
+        logits: The proposer's raw logits at each of them, over the words that it can propose (``[V]``, or ``[m]`` of a
+            shortlist); none where the drafter has no model.
         confidence: The proposer's own probability of each of them, where it was asked for (a drafter's always is).
     """
 

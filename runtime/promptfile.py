@@ -26,35 +26,11 @@ OWN_OPTIONS: dict[str, tuple[type, ...]] = {
     "ignore_eos": (bool,),
 }
 
-
 #: Keys of an answer, which no line can hand through.
 RESULT_KEYS = {
-    *(
-        "line",
-        "request",
-        "text",
-        "token_ids",
-        "prompt_tokens",
-        "finish_reason",
-        "error",
-        "strategy",
-        "mode",
-        "lossless",
-    ),
-    *(
-        "pair",
-        "mask",
-        "heads",
-        "dtype",
-        "device",
-        "seed",
-        "tiers",
-        "stats",
-        "notes",
-        "target",
-        "slim_readout",
-        "selected_layers",
-    ),
+    *("line", "request", "text", "token_ids", "selected_layers", "prompt_tokens", "finish_reason", "error"),
+    *("strategy", "mode", "lossless", "target", "slim_readout", "pair", "mask", "heads", "dtype", "device", "seed"),
+    *("tiers", "stats", "notes"),
 }
 
 

@@ -47,4 +47,6 @@ def add_readout_tiers(group: Any) -> None:
         default=None,
         help="use a mask in the slim verifier that was scored with another readout",
     )
-    group.add_argument("--readout-log", type=int, metavar="N", help="one line on standard error every N passes")
+    group.add_argument(
+        "--readout-log", type=int, metavar="N", help="one line on standard error every N passes of an answer"
+    )

@@ -220,10 +220,12 @@ class ReadoutLog:
     Attributes:
         every: Passes from line to line.
         tier: Whose.
+        name: Of the request, where there are several: every line begins with it.
     """
 
     every: int
     tier: str
+    name: str | None = None
     _steps: int = 0
     _layers: list[int] = field(default_factory=list)
     _depths: list[int] = field(default_factory=list)
@@ -237,8 +239,9 @@ class ReadoutLog:
             return
         layers, depths, n = self._layers, self._depths, len(self._depths)
         LOG.info(
-            "readout of the %s verifier: step %d, %d tokens, %d candidate layers, %s, p %g, layer %.2f on average and %d at "
-            "the shallowest, %.3f layers back on average and %d at most, %d of %d tokens kept at the last layer",
+            "%sreadout of the %s verifier: step %d, %d tokens, %d candidate layers, %s, p %g, layer %.2f on average and %d "
+            "at the shallowest, %.3f layers back on average and %d at most, %d of %d tokens kept at the last layer",
+            "" if self.name is None else f"{self.name}: ",
             self.tier,
             self._steps,
             n,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from viasd.runtime.drafters import Drafter
-from viasd.runtime.metrics import Counters
 from viasd.runtime.passes import Steps, drive
 from viasd.runtime.strategies import Emission, Strategy
 from viasd.runtime.target import Target
@@ -74,7 +73,6 @@ def rounds(
     sampler: Sampler,
     tokens: list[int],
     ending: Ending,
-    counters: Counters,
 ) -> Iterator[tuple[Emission, str | None]]:
     """Runs a strategy to the end of an answer, alone, committing its tokens to `tokens`.
 

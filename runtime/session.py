@@ -16,7 +16,7 @@ class Session(Answer):
         # Inference mode is entered around each round and not around a yield: whoever holds the iterator keeps their own.
         if self.result is not None:
             raise OptionError("a session makes one answer, and this one has been made; start another")
-        steps = rounds(self._strategy, self.target, self.drafter, self.sampler, self.tokens, self.ending, self.counters)
+        steps = rounds(self._strategy, self.target, self.drafter, self.sampler, self.tokens, self.ending)
         reason: str | None = None
         try:
             with self.working():

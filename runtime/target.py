@@ -91,6 +91,7 @@ class TieredTarget:
         full_readout: Chooses the rows of the full path; None takes the last layer's.
         slim_readout: The same of the slim path.
         log_every: Passes from one line of the readouts' log to the next; None logs nothing.
+        name: See `ReadoutLog`.
 
     Attributes:
         choices: By tier (``full``, ``slim``) and position, where its row was read out; empty for a tier without a readout
@@ -109,6 +110,7 @@ class TieredTarget:
         full_readout: ConfidentReadout | None = None,
         slim_readout: ConfidentReadout | None = None,
         log_every: int | None = None,
+        name: str | None = None,
     ) -> None:
         self.model = model
         self.route = route
@@ -117,7 +119,7 @@ class TieredTarget:
         self.chunk = chunk or prefill_chunk(model.device)
         self.readouts = {FULL: full_readout, SLIM: slim_readout}
         self.choices: dict[str, dict[int, Choice]] = {FULL: {}, SLIM: {}}
-        self._logs = {} if log_every is None else {tier: ReadoutLog(log_every, tier) for tier in self.readouts}
+        self._logs = {} if log_every is None else {tier: ReadoutLog(log_every, tier, name) for tier in self.readouts}
         # Of the states that the full readout looks at, those that lie in the shared prefix: the slim path computes them, and
         # a full pass that goes on from the boundary does not.
         shared = () if route is None or full_readout is None else full_readout.capture

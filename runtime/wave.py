@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from viasd.attention import Segment, Step
-from viasd.heads import ExitHead, HeadRow
+from viasd.heads import ExitHead
 from viasd.runtime.target import Stopwatch, TieredTarget
+from viasd.shortlist import ShortRow
 
 
 class Wave(Protocol):
@@ -52,7 +53,7 @@ class Wave(Protocol):
         """Chance, before the head here is read, that it would guess the newest token's successor; None if nothing says."""
         ...
 
-    def guess(self) -> HeadRow:
+    def guess(self) -> ShortRow:
         """Raw logits of the head here, for the newest token's successor."""
         ...
 
@@ -121,7 +122,7 @@ class LayerWave:
         assert self._hidden is not None
         return self._heads[self._depth].promise(self._hidden[:, -1:])
 
-    def guess(self) -> HeadRow:
+    def guess(self) -> ShortRow:
         """See `Wave`."""
         assert self._hidden is not None
         counters = self._target.counters

@@ -17,6 +17,7 @@ from viasd.pairs import MODEL_FREE_DRAFTERS, parse_pair
 from viasd.runtime.command import check_writable
 from viasd.runtime.display import Screen, print_json
 from viasd.runtime.models import Parser, check_exclusive, given_options
+from viasd.runtime.readouts import scored_with
 
 if TYPE_CHECKING:
     from viasd.heads import LightHeads
@@ -102,6 +103,11 @@ def run(argv: list[str]) -> int:
         rows = loaded.target.get_output_embeddings().weight.shape[0]
         slim = slimmed(loaded.target, mask, vocabulary_size(loaded.target_tokenizer, rows), heads)
         said = _provenance(mask, heads, loaded, slim)
+        if (scored := scored_with(mask)) is not None:
+            screen.note(
+                f"mask '{mask.name}' was scored with {scored.describe()}, but a checkpoint reads out its last layer: it "
+                "will not say what viasd's own slim verifier says, and the mask's figures may not hold"
+            )
         with folder_atomically(output, OptionError) as folder:
             try:
                 slim.model.save_pretrained(folder)
@@ -217,5 +223,7 @@ def _provenance(mask: LayerMask, heads: LightHeads | None, loaded: LoadedPair, s
         "dtype": loaded.dtype,
         "layers": list(slim.layers),
         "heads": None if heads is None else {"name": heads.name, "digest": heads.digest},
+        # None is the last layer's, which is all that a checkpoint has.
+        "scored_with": None if (scored := scored_with(mask)) is None else scored.as_json(),
         "mask": mask.to_json(),
     }

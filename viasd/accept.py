@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from viasd.draws import Draws
-from viasd.rows import Row, Rows
+from viasd.rows import Row, Rows, likeliest
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,9 @@ def verify_greedy(tokens: Sequence[int], logits: Tensor, alpha: float = 0.0) -> 
         logits: The verifier's logits ``[n + 1, V]`` after the request's processors.
         alpha: In ``[0, 1)``.
     """
-    best = logits.argmax(dim=-1)
-    n = len(tokens)
-    choices: list[int] = best.tolist()
+    n, choices = len(tokens), likeliest(logits)
     if alpha > 0 and n:
-        index = torch.as_tensor(list(tokens), device=logits.device)
+        best, index = (torch.as_tensor(ids, device=logits.device) for ids in (choices, list(tokens)))
         gap = (logits[:n].gather(1, index[:, None]) - logits[:n].gather(1, best[:n, None]))[:, 0]
         near: list[bool] = (gap >= torch.log1p(torch.tensor(-alpha, dtype=gap.dtype, device=gap.device))).tolist()
     else:

@@ -61,6 +61,9 @@ class EstimatorConfig:
         slope_cap: Largest |slope|.
         intercept_cap: Largest |intercept|.
         nonnegative_slopes: Refuse any step that would turn a slope negative.
+        memory: Observations whose curvature a refit remembers, so that its step answers to new ones as if they were added
+            to that many old ones: recursive estimation with forgetting. 0 takes each step by the new ones alone, which
+            follows a few hundred of them wherever their noise leads.
     """
 
     slopes: tuple[float, ...] = (0.5,)
@@ -72,6 +75,7 @@ class EstimatorConfig:
     slope_cap: float = 4.0
     intercept_cap: float = 8.0
     nonnegative_slopes: bool = True
+    memory: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.slopes or not all(math.isfinite(w) for w in self.slopes) or not math.isfinite(self.intercept):
@@ -80,6 +84,8 @@ class EstimatorConfig:
             raise OptionError(f"nonnegative_slopes needs slopes of 0 or above, but got {self.slopes}")
         if self.positions < 1 or not self.shrink >= 0:
             raise OptionError(f"positions must be >= 1 and shrink >= 0, but got {self.positions}, {self.shrink}")
+        if not 0 <= self.memory < math.inf:
+            raise OptionError(f"memory must be finite and at least 0, but got {self.memory}")
         if not all(limit > 0 for limit in (self.ridge, self.max_step, self.slope_cap, self.intercept_cap)):
             raise OptionError(f"ridge, max_step and the caps must be above 0, but got {self}")
 
@@ -94,6 +100,17 @@ class _Statistics:
     g1: Array  # [K]
     n: Array  # [K]
     count: int = 0  # rows, whatever their weight
+
+    def remembered(self, past: _Statistics, memory: float) -> _Statistics:
+        """Curvature and weights of these observations and those before, of which `memory` are kept; no gradients."""
+        keep = memory / (memory + self.count)
+        a, b, c, n = (
+            (past.a + self.a) * keep,
+            (past.b + self.b) * keep,
+            (past.c + self.c) * keep,
+            (past.n + self.n) * keep,
+        )
+        return _Statistics(a, b, c, np.zeros_like(self.g0), np.zeros_like(self.g1), n)
 
 
 def _nothing(f: int, k: int) -> _Statistics:
@@ -114,6 +131,7 @@ class LogisticEstimator:
         self.slopes: Array = np.array(self.config.slopes, dtype=np.float64)
         self.intercepts: Array = np.full(self.config.positions, self.config.intercept, dtype=np.float64)
         self._statistics = _nothing(len(self.slopes), len(self.intercepts))
+        self._past = _nothing(len(self.slopes), len(self.intercepts))
         self._fitted = 0
 
     @property
@@ -170,42 +188,48 @@ class LogisticEstimator:
         s.count += len(k)
 
     def refit(self) -> bool:
-        """Take one damped Newton step on what was observed since the last refit and forget it.
+        """Take one damped Newton step on what was observed since the last refit and forget all but its curvature.
 
         Solves the arrowhead system `[[A, B], [B^T, diag(C)]] [dw, db] = [g0, g1]` by its Schur complement:
         `dw = (A - B C^-1 B^T)^-1 (g0 - B C^-1 g1)`, `db = (g1 - B^T dw) / C`, the ridge being in A and C. `dw` is
-        shrunk and bounded before `db` is derived from it, so that the intercepts answer to the slopes really used.
+        shrunk and bounded before `db` is derived from it, so that the intercepts answer to the slopes really used. With
+        a `memory`, A, B and C include what is remembered of earlier observations; gradients are of the new ones alone,
+        since those of the old ones have been followed.
 
         Returns whether anything had been observed.
         """
         s, config = self._statistics, self.config
         if s.count == 0:
             return False
-        n, c = s.n.sum(), s.c + config.ridge
+        a, b, n = self._past.a + s.a, self._past.b + s.b, self._past.n + s.n
+        c = self._past.c + s.c + config.ridge
         with np.errstate(all="ignore"):
-            schur = s.a + config.ridge * np.eye(len(self.slopes)) - (s.b / c) @ s.b.T
+            schur = a + config.ridge * np.eye(len(self.slopes)) - (b / c) @ b.T
             dw = np.zeros_like(self.slopes)
             with suppress(np.linalg.LinAlgError):
-                dw = np.linalg.solve(schur, s.g0 - s.b @ (s.g1 / c)) * (n / (n + config.shrink))
+                dw = np.linalg.solve(schur, s.g0 - b @ (s.g1 / c)) * (n.sum() / (n.sum() + config.shrink))
             dw[~np.isfinite(dw) | (config.nonnegative_slopes & (self.slopes + dw < 0))] = 0.0
             # One factor for all slopes: clipping each alone would turn the step away from the Newton direction.
             dw *= min(1.0, config.max_step / max(float(np.abs(dw).max()), 1e-300))
             slopes = np.clip(self.slopes + dw, -config.slope_cap, config.slope_cap)
-            db = (s.g1 - s.b.T @ (slopes - self.slopes)) / c * (s.n / (s.n + config.shrink))
+            db = (s.g1 - b.T @ (slopes - self.slopes)) / c * (n / (n + config.shrink))
             db[~np.isfinite(db)] = 0.0
         intercepts = self.intercepts + np.clip(db, -config.max_step, config.max_step)
         self.slopes, self.intercepts = slopes, np.clip(intercepts, -config.intercept_cap, config.intercept_cap)
         self._fitted += s.count
+        self._past = s.remembered(self._past, config.memory) if config.memory else self._past
         self._statistics = _nothing(len(self.slopes), len(self.intercepts))
         return True
 
     def state(self) -> dict[str, Any]:
         """Configuration, coefficients and count, ready for `json.dumps`; refit first, what is pending is not kept."""
+        past = {name: getattr(self._past, name).tolist() for name in ("a", "b", "c", "n")}
         return {
             "config": {**asdict(self.config), "slopes": list(self.config.slopes)},
             "slopes": self.slopes.tolist(),
             "intercepts": self.intercepts.tolist(),
             "observations": self.observations,
+            **({"remembered": past} if self.config.memory else {}),
         }
 
     @classmethod
@@ -220,6 +244,10 @@ class LogisticEstimator:
             estimator.slopes = _array_like(estimator.slopes, state["slopes"])
             estimator.intercepts = _array_like(estimator.intercepts, state["intercepts"])
             estimator._fitted = int(state["observations"])
+            if estimator.config.memory:
+                past, stored = estimator._past, state["remembered"]
+                for name in ("a", "b", "c", "n"):
+                    setattr(past, name, _array_like(getattr(past, name), stored[name]))
         except (KeyError, TypeError, ValueError) as error:
             raise OptionError(f"estimator state must be what LogisticEstimator.state() gives, but {error!r}") from error
         return estimator

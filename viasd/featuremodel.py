@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,26 @@ from viasd.forms import layer_forms
 from viasd.fuse import fuse
 from viasd.heads import unit
 from viasd.kernels import build
-from viasd.kernels.native import NativeLayer, NativeProduct
+from viasd.kernels.native import MOST_TOKENS, NativeLayer, NativeProduct
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.products import Dense, padded
 from viasd.rotary import RotaryTable
 from viasd.shortlist import ShortReadout
+
+
+class Entries(NamedTuple):
+    """One sequence's share of a pass.
+
+    Attributes:
+        states: See `FeatureModel.run`.
+        following: Likewise.
+        kv: Likewise.
+    """
+
+    states: Tensor
+    following: Sequence[int]
+    kv: SequenceKV
 
 
 class FeatureModel:
@@ -38,7 +53,7 @@ class FeatureModel:
     def __init__(self, file: FeatureDrafterFile, model: LayeredModel) -> None:
         self.file = file
         self.model = model
-        device, dtype = model.device, model.dtype
+        device, dtype = self._device, self._dtype = model.device, model.dtype  # looked up once: modules are slow to ask
         layers = file.shape.layers().to(device, dtype).eval().requires_grad_(False)
         layers.load_state_dict(
             {k.removeprefix("layers."): v.to(device, dtype) for k, v in file.weights.items() if k != FUSE}
@@ -49,8 +64,10 @@ class FeatureModel:
         self._rotations = RotaryTable(self._turned, file.shape.context)
         self.logits = ShortReadout(model, file.shortlist)
         weight = file.weights[FUSE].to(device, dtype).contiguous()
-        native = all(isinstance(form, NativeLayer) for form in self._forms)
-        self._fuse = NativeProduct(Dense(weight), build.load()) if native else _padding(Dense(weight))
+        native = [form for form in self._forms if isinstance(form, NativeLayer)]
+        self._native = len(native) == len(self._forms)
+        self._most = min((form.most for form in native), default=MOST_TOKENS)
+        self._fuse = NativeProduct(Dense(weight), build.load()) if self._native else _padding(Dense(weight))
 
     @property
     def form(self) -> str:
@@ -62,7 +79,7 @@ class FeatureModel:
         return SequenceKV(self.file.shape.depth)
 
     def run(self, states: Tensor, following: Sequence[int], kv: SequenceKV) -> Tensor:
-        """Runs n entries, which follow those that `kv` counts, and counts them.
+        """Runs n entries of one sequence, which follow those that `kv` counts, and counts them.
 
         Args:
             states: The target's hidden states behind its last layer ``[1, n, d]``, or earlier results of this instead.
@@ -72,21 +89,43 @@ class FeatureModel:
         Returns:
             What stands for the target's state one position further on, ``[1, n, d]``.
         """
-        dtype, n = self.model.dtype, len(following)
-        step = Step([Segment(kv, kv.full_len, n)], self.model.device)
-        entered = torch.cat((states.to(self.model.device), self.model.embed(following)), dim=0)
-        both = unit(entered.float()).to(dtype)
-        hidden = self._fuse(torch.cat((both[0], both[1]), dim=-1))[None]
+        hidden = self.together([Entries(states, following, kv)])[0]
+        kv.full_len = kv.slim_len = kv.full_len + len(following)
+        return hidden
+
+    def together(self, parts: Sequence[Entries]) -> list[Tensor]:
+        """One pass over entries of several sequences, as `run` for each; no cache counts them yet.
+
+        With the CPU kernels each has the bits that it has alone.
+        """
+        lengths = [len(part.following) for part in parts]
+        step = Step(
+            [Segment(part.kv, part.kv.full_len, n) for part, n in zip(parts, lengths, strict=True)], self._device
+        )
+        states = parts[0].states if len(parts) == 1 else torch.cat([part.states for part in parts], dim=1)
+        following = self.model.embed([token for part in parts for token in part.following])
+        both = unit(torch.cat((states.to(self._device), following), dim=0).float()).to(self._dtype)
+        entered = torch.cat((both[0], both[1]), dim=-1)
+        total = sum(lengths)
+        # Whether the kernels run a sequence's entries must not depend on how many another one has.
+        mixed = self._native and len(parts) > 1 and total > self._most
+        pieces = step.pieces(self._most) if mixed else [(slice(0, total), step)]
+        ran = [self._ran(entered[rows], piece) for rows, piece in pieces]
+        hidden = ran[0] if len(ran) == 1 else torch.cat(ran, dim=1)
+        return [hidden] if len(parts) == 1 else list(hidden.split(lengths, dim=1))
+
+    def _ran(self, entered: Tensor, step: Step) -> Tensor:
+        # By the kernel wherever the layers are.
+        hidden = self._fuse(entered, max(segment.length for segment in step.segments) <= self._most)[None]
         rotation = self._rotations.rotation(step, "full", hidden.device)
         for form in self._forms:
             hidden = form(hidden, rotation, step)
-        kv.full_len = kv.slim_len = kv.full_len + n
         return hidden
 
     def _turned(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary(torch.empty(0, dtype=self.model.dtype, device=positions.device), positions)
+        cos, sin = self._rotary(torch.empty(0, dtype=self._dtype, device=positions.device), positions)
         return cos, sin
 
 
-def _padding(product: Dense) -> Callable[[Tensor], Tensor]:
-    return lambda rows: product(padded(rows, product))[: rows.shape[0]]
+def _padding(product: Dense) -> Callable[[Tensor, bool], Tensor]:
+    return lambda rows, _: product(padded(rows, product))[: rows.shape[0]]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -27,7 +27,7 @@ from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
 from viasd.products import Dense
-from viasd.shortlist import UNKNOWN
+from viasd.shortlist import UNKNOWN, ShortRow, ShortTable
 
 SCHEMA_VERSION = 1
 LENS = "lens:"
@@ -198,33 +198,6 @@ class LightHeads:
         return cls(exits, **tensors, target=identity, name=name, details=details)
 
 
-class HeadRow(NamedTuple):
-    """One row of a head, over the words that it knows.
-
-    What is read off it costs less than off the whole row, which is several times as long and mostly one constant.
-
-    Attributes:
-        known: Logits of these words, ``[m]``.
-        words: Their token ids ``[m]``, ascending; None is the whole vocabulary.
-        vocabulary: Words of a whole row.
-    """
-
-    known: Tensor
-    words: Tensor | None
-    vocabulary: int
-
-    @property
-    def dense(self) -> Tensor:
-        """Logits of all words ``[vocabulary]``, `UNKNOWN` where it knows none."""
-        return _widened(self.known[None], self.words, self.vocabulary)[0]
-
-    @property
-    def best(self) -> int:
-        """The token of the highest logit, the lowest id on a tie."""
-        place = int(self.known.argmax())
-        return place if self.words is None else int(self.words[place])
-
-
 class ExitHead:
     """One head on its target: hidden states ``[1, n, d]`` at its exit -> raw logits ``[n, V]``, -1e4 off the shortlist.
 
@@ -263,11 +236,17 @@ class ExitHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """See `viasd.routes.Readout`."""
-        return _widened(self._model.readout(hidden, self._turned), self._shortlist, self._model.vocabulary)
+        logits = self._model.readout(hidden, self._turned)
+        if self._shortlist is None:
+            return logits
+        whole = logits.new_full((logits.shape[0], self._model.vocabulary), UNKNOWN)
+        return whole.index_copy_(1, self._shortlist.to(logits.device), logits)
 
-    def row(self, hidden: Tensor) -> HeadRow:
+    def row(self, hidden: Tensor) -> ShortRow:
         """Raw logits of the words that this head knows, for the hidden states ``[1, 1, d]`` of one token."""
-        return HeadRow(self._model.readout(hidden, self._turned)[0], self._shortlist, self._model.vocabulary)
+        known = self._model.readout(hidden, self._turned)
+        words = None if self._shortlist is None else self._shortlist.to(known.device)
+        return ShortRow(ShortTable(known, words, self._model.vocabulary), 0)
 
     def promise(self, hidden: Tensor) -> float | None:
         """Chance that this head would be right at hidden states ``[1, 1, d]``, by the probe alone; None without one."""
@@ -282,14 +261,6 @@ class ExitHead:
 
     def _turned(self, normed: Tensor) -> Tensor:
         return self._head(normed if self._turn is None else self._turn(normed))
-
-
-def _widened(known: Tensor, words: Tensor | None, vocabulary: int) -> Tensor:
-    """Logits ``[n, m]`` of some words -> ``[n, vocabulary]``; as they are without a list."""
-    if words is None:
-        return known
-    whole = known.new_full((known.shape[0], vocabulary), UNKNOWN)
-    return whole.index_copy_(1, words.to(known.device), known)
 
 
 def unit(rows: Tensor) -> Tensor:

@@ -84,6 +84,9 @@ class LayeredModel:
         # Those that one call can run together: of one dtype.
         native = {index: layer for index, layer in enumerate(self._lean) if isinstance(layer, NativeLayer)}
         self._native = native if len({layer.dtype for layer in native.values()}) == 1 else {}
+        self._most = min((layer.most for layer in native.values()), default=MOST_TOKENS)
+        for layer in native.values():  # a pass runs by the kernels in all of them or in none
+            layer.most = self._most
         if model.training:
             raise UnsupportedModelError(f"expected {self.name} in eval mode, but it is training; call model.eval()")
         check_layers(self.name, self.layers)
@@ -292,8 +295,8 @@ class LayeredModel:
 
     def _pieces(self, hidden: Tensor, step: Step) -> list[tuple[slice, Step]]:
         """A packed pass in parts of which the kernels run all or nothing."""
-        mixed = type(step) is Step and hidden.shape[1] > MOST_TOKENS
-        return step.pieces(MOST_TOKENS) if mixed else []
+        mixed = type(step) is Step and hidden.shape[1] > self._most
+        return step.pieces(self._most) if mixed else []
 
     def _groups(
         self, layers: Iterable[int], begins: AbstractSet[int], alone: AbstractSet[int], hidden: Tensor, step: Step
@@ -337,6 +340,14 @@ class LayeredModel:
             rows: Token ids ``[m]``; None takes the whole vocabulary.
         """
         return self._readout.rows(rows)
+
+    def short_readout(self, words: Tensor) -> Callable[[Tensor, bool], Tensor]:
+        """`readout` by the LM head cut to some words: hidden states ``[1, n, d]`` and `steady` -> ``[n, m]`` in fp32.
+
+        Args:
+            words: Token ids ``[m]``.
+        """
+        return self._readout.short(words)
 
     def product(self, product: Product) -> Callable[[Tensor], Tensor]:
         """A product that belongs to a readout, ``[n, k]`` -> ``[n, o]``: by the CPU kernels where the model's own is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -109,6 +110,13 @@ class LayerMask:
     def skip_ratio(self) -> float:
         """Share of layers skipped."""
         return self.route.skip_ratio
+
+    @property
+    def digest(self) -> str:
+        """Short hash of the layers it keeps, of the head it ends in and of its stitches."""
+        ends = [] if self.head is None else [self.head.key]
+        stitches = [] if self.stitches is None else [self.stitches.sha256]
+        return hashlib.sha256(repr((self.keep, self.partial, *ends, *stitches)).encode()).hexdigest()[:16]
 
     def check(self, model: LayeredModel, model_id: str) -> str | None:
         """Compares the mask with the target it is about to be used on.

@@ -59,6 +59,8 @@ class Readout:
             if last is not None and type(norm) is type(decoder.layers[-1].input_layernorm) and untouched(norm):
                 self._norm = Norm(norm)
         self._native = self._by_kernel() if isinstance(last, NativeLayer) else None
+        # Looked up once: attributes of a config are slow to read.
+        self._changes = {name: getattr(self._config, name, None) for name in _LOGIT_CHANGES}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -71,13 +73,32 @@ class Readout:
     ) -> Tensor:
         """See `viasd.layered.LayeredModel.readout`."""
         logits = self._logits(hidden, steady) if head is None else head(self._norm(hidden[0]))
-        logits = logits[:, : self.vocabulary]
-        if getattr(self._config, "logits_scaling", None):
-            logits = logits / self._config.logits_scaling
-        if getattr(self._config, "logit_scale", None):
-            logits = logits * self._config.logit_scale
-        softcap = getattr(self._config, "final_logit_softcapping", None)
-        if softcap:
+        return self._finished(logits[:, : self.vocabulary])
+
+    def short(self, words: Tensor) -> Callable[[Tensor, bool], Tensor]:
+        """See `viasd.layered.LayeredModel.short_readout`."""
+        head = self.rows(words)
+        native: NativeReadout | None = None
+        if isinstance(head, NativeProduct) and isinstance(self._norm, Norm):
+            native = NativeReadout(self._norm, head.product, len(words), build.load())
+
+        def read(hidden: Tensor, steady: bool) -> Tensor:
+            done = None if native is None else native(hidden, steady)
+            if done is not None:
+                return self._finished(self._rounded(done))
+            longest = self.steady_rows if steady else None
+            parts = [self(piece, head) for piece in hidden.split(longest or hidden.shape[1], dim=1)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return read
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """What the family does to its logits, and the cast."""
+        if scaling := self._changes["logits_scaling"]:
+            logits = logits / scaling
+        if scale := self._changes["logit_scale"]:
+            logits = logits * scale
+        if softcap := self._changes["final_logit_softcapping"]:
             logits = torch.tanh(logits / softcap) * softcap
         return logits.to(torch.float32, memory_format=torch.contiguous_format)
 
@@ -105,13 +126,15 @@ class Readout:
 
     def _logits(self, hidden: Tensor, steady: bool) -> Tensor:
         if self._native is not None and (done := self._native(hidden, steady)) is not None:
-            # What a family does to its logits is rounded as its own forward would round it.
-            changed = any(getattr(self._config, name, None) for name in _LOGIT_CHANGES)
-            return done.to(self._dtype) if changed else done
+            return self._rounded(done)
         if self._head is None:
             logits: Tensor = self._head_module(self._norm(hidden))[0]
             return logits
         return self._head(padded(self._norm(hidden[0]), self._head))[: hidden.shape[1]]
+
+    def _rounded(self, logits: Tensor) -> Tensor:
+        """Logits of a kernel; what a family does to them is rounded as its own forward would round it."""
+        return logits.to(self._dtype) if any(self._changes.values()) else logits
 
     def _by_kernel(self) -> NativeReadout | None:
         norm, head = self._norm, self._head

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from viasd.errors import OptionError, ProcessorError
-from viasd.rows import Row, Rows
+from viasd.rows import Row, Rows, likeliest
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -129,7 +129,7 @@ class Sampler:
     def law(self, logits: Tensor) -> Rows:
         """Processed logits ``[n, V]`` -> laws (no processors, only the warpers)."""
         if self.greedy:
-            return Rows(tokens=tuple(logits.argmax(dim=-1).tolist()))
+            return Rows(tokens=tuple(likeliest(logits)))
         # Warpers look at the logits alone; transformers still wants ids of a matching batch.
         warped = self._warpers(logits.new_zeros((logits.shape[0], 1), dtype=torch.long), logits)
         return Rows(probs=torch.softmax(warped, dim=-1))
@@ -153,6 +153,16 @@ class Ahead:
         self._sampler = sampler
         self._chain = [*sampler._stateless, *user]
         self._ids = list(prefix) if self._chain else []
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are no processors, so that a law may be made of the logits of some words alone."""
+        return not self._chain
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self._sampler.greedy
 
     def next(self, logits: Tensor) -> Tensor:
         """Raw logits ``[V]`` of the next position -> logits after the processors, before the warpers."""

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from viasd.draws import Draws
-from viasd.heads import HeadRow
 from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Draft, PasslessDrafter
 from viasd.sampling import Ahead
+from viasd.shortlist import ShortRow
 
 VOCABULARY = 300
 _SHAPE: dict[str, Any] = {
@@ -297,10 +297,10 @@ class TableWave:
         """See `Wave`."""
         return None
 
-    def guess(self) -> HeadRow:
+    def guess(self) -> ShortRow:
         """See `Wave`."""
         row = self._heads[self._depth](self._prefix)
-        return HeadRow(row, None, row.shape[0])
+        return ShortRow.of(row)
 
     def wait(self) -> None:
         """See `Wave`. Tables keep no state."""

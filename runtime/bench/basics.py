@@ -2,7 +2,7 @@
 
 Everything is interleaved, warmed up, repeated, and reported as a median with its spread. A ratio below 1 is printed as
 "slower". Sections: plain decoding against transformers, overhead of the loop, cost of a pass by number of tokens, prompt
-lookup against transformers' own, memory.
+lookup against transformers' own, memory, batches inside transformers' `generate`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,8 @@ from viasd.mask import LayerMask
 from viasd.pair import Pair
 from viasd.rows import Rows
 from viasd.runtime.api import generate
+from viasd.runtime.bench.inside import batches_inside
+from viasd.runtime.bench.timing import interleaved, spread
 from viasd.runtime.drafters import Draft, PasslessDrafter
 from viasd.runtime.gates import RatioGate, Thresholds
 from viasd.runtime.metrics import Counters
@@ -37,7 +39,7 @@ from viasd.runtime.strategies import ChainedCascade, GatedCascade, Plain, Specul
 from viasd.sampling import Ahead, Sampler, SamplingConfig
 
 _QUESTION = "Write a short story about a dog who learns to read."
-SECTIONS = ("plain", "overhead", "passes", "lookup", "memory")
+SECTIONS = ("plain", "overhead", "passes", "lookup", "memory", "hf-batch")
 _PASSES = (1, 2, 5, 8)  # tokens
 
 
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.tokens,
             ),
             "memory": lambda: memory(pair),
+            "hf-batch": lambda: batches_inside(pair, args.repeats, args.tokens),
         }
         for name in chosen:
             print(json.dumps({"section": name, "dtype": pair.dtype, "threads": torch.get_num_threads(), **run[name]()}))
@@ -119,7 +122,7 @@ def loop_overhead(vocabulary: int, repeats: int, n_rounds: int = 200) -> dict[st
                 "via": GatedCascade(bench, ready, RatioGate(Thresholds()), gamma=5, audit=0.0),
             }
             start = time.perf_counter()
-            steps = rounds(strategies[name], ready, ready, sampler, [1, 2, 3], Ending(10**9, frozenset()), counters)
+            steps = rounds(strategies[name], ready, ready, sampler, [1, 2, 3], Ending(10**9, frozenset()))
             with torch.inference_mode():
                 for _, _ in zip(range(n_rounds), steps, strict=False):
                     pass
@@ -272,18 +275,6 @@ def _transformers(pair: Pair, ids: list[int], tokens: int, stop: bool = False, *
     return int(out.shape[1] - row.shape[1])
 
 
-def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every job, run in turn `repeats` times after one warm-up each."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for repeat in range(repeats + 1):
-        for name, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            if repeat:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
 def _dataset(path: str, categories: Sequence[str], limit: int) -> list[tuple[str, str]]:
     """The first `limit` prompts of each category."""
     taken: dict[str, int] = dict.fromkeys(categories, 0)
@@ -304,11 +295,6 @@ def _read(path: str) -> Iterator[tuple[str, str]]:
             yield entry["category"], entry["turns"][0]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise OptionError(f"can't read dataset '{path}': {error}") from error
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and largest of some figures."""
-    return {"median": round(median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def _ratio(name: str, value: float) -> dict[str, Any]:

@@ -207,7 +207,8 @@ def measure(
         mask: Of the engine.
         tokens: Least and most tokens of an answer.
         seconds: How long to measure.
-        seed: Of order, lengths and sampling.
+        seed: Of order and lengths, and of sampling where Adaptive Verification is off: what it steers follows from no seed,
+            so in ``auto`` mode it leaves requests alone that name one.
         state: What Adaptive Verification has learnt before.
 
     Returns:
@@ -230,7 +231,8 @@ def measure(
             text = texts[rng.randrange(len(texts))]
             prompt: Any = [{"role": "user", "content": text}] if pair.is_chat else text
             length = rng.randint(*tokens)
-            engine.add(prompt, max_new_tokens=length, ignore_eos=True, seed=seed + added, **options)
+            sampling: dict[str, Any] = {"seed": seed + added} if adaptive == "off" else {}
+            engine.add(prompt, max_new_tokens=length, ignore_eos=True, **sampling, **options)
             added += 1
 
     fill()

@@ -28,7 +28,7 @@ from viasd.load import load_pair
 from viasd.loading import LoadConfig
 from viasd.pair import Pair
 from viasd.runtime.api import generate
-from viasd.runtime.bench.basics import interleaved, spread
+from viasd.runtime.bench.timing import interleaved, spread
 from viasd.selecting import ConfidentReadout
 
 SECTIONS = ("likelihood", "overhead")

@@ -14,7 +14,7 @@ from viasd.pair import Pair
 from viasd.runtime.api import make_config
 from viasd.runtime.assembly import alpha_of, headed
 from viasd.runtime.bench.config import BenchConfig
-from viasd.runtime.bench.methods import BASELINE, OWN, Method, MethodSpec, OwnMethod, mask_hash
+from viasd.runtime.bench.methods import BASELINE, OWN, Method, MethodSpec, OwnMethod
 from viasd.runtime.bench.peers import Peer
 from viasd.runtime.config import thresholds_of
 from viasd.runtime.names import EXITING, LOSSY, MASKED, MODELESS, UNDRAFTED
@@ -97,7 +97,7 @@ class _Maker:
             if (warning := mask.check(pair.target, pair.target_id)) is not None:
                 self._grid.notes.append(warning)
             if mask.name in self._grid.masks:
-                mask = replace(mask, name=f"{mask.name}:{mask_hash(mask)[:6]}")
+                mask = replace(mask, name=f"{mask.name}:{mask.digest[:6]}")
             self._grid.masks[mask.name] = mask
 
     def add_strategy(self, strategy: str) -> None:
@@ -200,7 +200,7 @@ class _Maker:
             return
         # Truncated sampling is exact for the truncated law, but that is not q.
         lossless = plan.lossless and "min_p" not in decoding
-        options = {"decoding": decoding, "mask": None if mask is None else [mask.name, mask_hash(mask)]}
+        options = {"decoding": decoding, "mask": None if mask is None else [mask.name, mask.digest]}
         if heads is not None:
             options["heads"] = [heads.name, heads.digest]
         self._grid.methods[name] = OwnMethod(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,10 +145,3 @@ def clock(device: torch.device) -> float:
     """Seconds on a clock, once the device has done what it was given."""
     wait_for(device)
     return time.perf_counter()
-
-
-def mask_hash(mask: LayerMask) -> str:
-    """Short hash of the layers a mask keeps, of the head it ends in and of its stitches."""
-    ends = [] if mask.head is None else [mask.head.key]
-    stitches = [] if mask.stitches is None else [mask.stitches.sha256]
-    return hashlib.sha256(repr((mask.keep, mask.partial, *ends, *stitches)).encode()).hexdigest()[:16]

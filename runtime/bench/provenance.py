@@ -17,7 +17,6 @@ import viasd
 from viasd.hardware import cpu_name
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.pair import Pair
-from viasd.runtime.bench.methods import mask_hash
 
 
 def environment(pair: Pair) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def provenance(pair: Pair, masks: Mapping[str, LayerMask], argv: Sequence[str]) 
         "masks": {
             name: {
                 "keep": "".join(str(int(k)) for k in mask.keep),
-                "sha256": mask_hash(mask),
+                "sha256": mask.digest,
                 "skip_ratio": round(mask.skip_ratio, 6),
             }
             for name, mask in masks.items()

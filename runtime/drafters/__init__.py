@@ -1,8 +1,9 @@
 """Where proposals come from: a model, the target's states, its own layers, earlier text, or two of these together."""
 
-from viasd.runtime.drafters.base import Draft, Drafter, ModelLine, PasslessDrafter, SteppedDrafter, run_drafts
-from viasd.runtime.drafters.feature import FeatureDrafter
+from viasd.runtime.drafters.base import Draft, Drafter, PasslessDrafter, SteppedDrafter
+from viasd.runtime.drafters.feature import FeatureDrafter, run_features
 from viasd.runtime.drafters.horizontal import HorizontalDrafter
+from viasd.runtime.drafters.line import ModelLine, run_drafts
 from viasd.runtime.drafters.lookup import LookupDrafter
 from viasd.runtime.drafters.lookup_first import LookupFirstDrafter
 from viasd.runtime.drafters.model import ModelDrafter
@@ -24,4 +25,5 @@ __all__ = [
     "SteppedDrafter",
     "VerticalDrafter",
     "run_drafts",
+    "run_features",
 ]

@@ -40,13 +40,22 @@ def states_along(pair: Pair, tokens: Sequence[int]) -> Tensor:
 
 
 def readout_of(pair: Pair) -> Callable[[Tensor], Tensor]:
-    """From hidden states ``[1, n, d]`` of such a drafter to its raw logits ``[n, V]``; a cut head is made once a pair."""
+    """From hidden states ``[1, n, d]`` of such a drafter to its raw logits ``[n, V]``."""
+    short = short_readout_of(pair)
+    if short is not None:
+        return short
+    assert pair.drafter is not None  # it has states
+    return pair.drafter.readout
+
+
+def short_readout_of(pair: Pair) -> ShortReadout | None:
+    """The readout of a drafter that knows some words only, made once a pair; None for one that knows them all."""
     if pair.feature is not None:
         return pair.feature.logits
-    assert pair.drafter is not None  # it has states
     if pair.shortlist is None:
-        return pair.drafter.readout
+        return None
     if "short readout" not in pair.measured:
+        assert pair.drafter is not None  # the shortlist is one of its words
         pair.measured["short readout"] = ShortReadout(pair.drafter, pair.shortlist)
     made: ShortReadout = pair.measured["short readout"]
     return made
@@ -59,7 +68,7 @@ def drafter_step(pair: Pair, context: int) -> tuple[tuple[Callable[[], Any], ...
         What is done before the timed step each time, and the step.
     """
     token = next(iter(pair.eos_ids), 0)
-    readout = readout_of(pair)
+    short = short_readout_of(pair)
     if pair.feature is not None:
         feature = pair.feature
         kv, width = feature.new_kv(), feature.file.shape.width
@@ -78,9 +87,13 @@ def drafter_step(pair: Pair, context: int) -> tuple[tuple[Callable[[], Any], ...
             kv.full_len = kv.slim_len = kv.full_len + 1
             return hidden
 
+    def step() -> Any:
+        # Of a shortlist nothing but the best word is looked at while drafting greedily.
+        return readout_of(pair)(run()) if short is None else short.last([run()], [1])[0][0].best
+
     run()
     kv.stretch(before)
-    return (partial(kv.roll_back, before),), lambda: readout(run())
+    return (partial(kv.roll_back, before),), step
 
 
 def states(model: LayeredModel, tokens: Sequence[int]) -> Tensor:

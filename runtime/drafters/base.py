@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from viasd.draws import Draws
-from viasd.layered import LayeredModel
-from viasd.routes import Route
 from viasd.rows import Rows
-from viasd.runtime.metrics import Counters
-from viasd.runtime.packed import Line, read_out, through
 from viasd.runtime.passes import Steps, drive
-from viasd.runtime.target import Stopwatch, prefill_chunk
 from viasd.sampling import Ahead
+from viasd.shortlist import DenseLater
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,12 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     rows: Rows = field(default_factory=lambda: Rows(tokens=()))
     confidence: list[float] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
+    logits: Sequence[Tensor] = field(default_factory=list)
+
+    @property
+    def evidence(self) -> Sequence[Tensor]:
+        """`logits`, but over the words alone that the drafter knows (``[V]``, or ``[m]`` of a shortlist)."""
+        return self.logits.known if isinstance(self.logits, DenseLater) else self.logits
 
     def first(self, n: int) -> Draft:
         """The block's first n tokens."""
@@ -51,7 +52,11 @@ class DraftStop(Protocol):
         ...
 
     def draws(self, logits: Tensor) -> bool:
-        """Whether a token is drawn from this row, raw logits ``[V]``; called once for every row that was asked for."""
+        """Whether a token is drawn from this row; called once for every row that was asked for.
+
+        Args:
+            logits: Raw, over the words that the drafter knows: ``[V]``, or ``[m]`` of a shortlist.
+        """
         ...
 
 
@@ -103,77 +108,6 @@ class SteppedDrafter(ABC):
     @abstractmethod
     def warm(self, tokens: Sequence[int], keep: int) -> bool:
         """See `Drafter`."""
-
-
-class ModelLine(SteppedDrafter):
-    """A drafter that is a line of tokens through a model, or through some layers of one.
-
-    Attributes:
-        model: The model.
-        route: Layers its tokens run through, None for all of them.
-        counters: Where calls, tokens fed and seconds are added up.
-        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the route's or the model's own.
-        watch: Counts time as the drafter's. It does not wait for a pass: drawing from its rows does that.
-        stop: Decides when a draft is long enough; None leaves that to the block's length.
-    """
-
-    model: LayeredModel
-    route: Route | None
-    readout: Callable[[Tensor], Tensor] | None = None
-    counters: Counters
-    watch: Stopwatch
-    stop: DraftStop | None = None
-
-    @abstractmethod
-    def line(self, tokens: Sequence[int]) -> Line:
-        """Where the next tokens go."""
-
-    @abstractmethod
-    def ran(self, n: int) -> None:
-        """So many more tokens have been run."""
-
-    def catch_up(self, tokens: Sequence[int], keep: int, pieces: int | None = None) -> Sequence[int]:
-        """Runs what is too long for one pass, piece by piece.
-
-        Args:
-            tokens: What is to be run.
-            keep: At least so many are left for a pass of their own.
-            pieces: Most pieces; None runs all.
-
-        Returns:
-            What is left of `tokens`.
-        """
-        chunk = prefill_chunk(self.model.device)
-        while len(tokens) > chunk and len(tokens) - chunk >= keep and pieces != 0:
-            with self.watch:
-                piece, tokens = tokens[:chunk], tokens[chunk:]
-                through(self.model, self.route, [self.line(piece)])
-                self.ran(chunk)
-                self.counters.drafter_tokens_fed += chunk
-            pieces = None if pieces is None else pieces - 1
-        return tokens
-
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
-        """See `viasd.runtime.passes.RowSource`."""
-        left = self.catch_up(tokens, n)
-        with self.watch:
-            return run_drafts([(self, left, n)])[0]
-
-
-def run_drafts(wanted: Sequence[tuple[ModelLine, Sequence[int], int]]) -> list[Tensor]:
-    """One pass for drafters of one model and route: for each its tokens and how many rows are wanted at the last of them.
-
-    Returns:
-        Raw logits ``[rows, V]`` of each.
-    """
-    first = wanted[0][0]
-    hidden, _ = through(first.model, first.route, [drafter.line(tokens) for drafter, tokens, _ in wanted])
-    logits = read_out(first.model, first.route, hidden, [rows for _, _, rows in wanted], first.readout)
-    for drafter, tokens, _ in wanted:
-        drafter.ran(len(tokens))
-        drafter.counters.drafter_calls += 1
-        drafter.counters.drafter_tokens_fed += len(tokens)
-    return logits
 
 
 class PasslessDrafter(ABC):

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from viasd.draws import Draws
-from viasd.featuremodel import FeatureModel
-from viasd.runtime.drafters.base import Draft, DraftStop, PasslessDrafter
+from viasd.featuremodel import Entries, FeatureModel
+from viasd.runtime.drafters.base import Draft, DraftStop, SteppedDrafter
 from viasd.runtime.drafters.stepwise import draft_stepwise
 from viasd.runtime.metrics import Counters
-from viasd.runtime.passes import drive, timed
+from viasd.runtime.passes import Steps, timed
 from viasd.runtime.target import PREFILL_CHUNK, Stopwatch, TieredTarget
 from viasd.sampling import Ahead
+from viasd.shortlist import ShortRows
 
 
-class FeatureDrafter(PasslessDrafter):
+class FeatureDrafter(SteppedDrafter):
     """Drafts with a feature drafter (`viasd.feature`): by the full verifier's states where it has run, by its own beyond.
-
-    Its passes are so small beside the target's that they are run where they come up, whoever runs the target's.
 
     Entry i of its cache is made of the state at position i and the token after it. Entries that were made of the full
     verifier's states stay; those made of the drafter's own are made anew when the verifier's come in.
@@ -34,7 +33,9 @@ class FeatureDrafter(PasslessDrafter):
 
     Attributes:
         least: See `draft_stepwise`; a pace that knows what a token costs sets it.
+        model: The drafter on its target.
         stop: See `ModelLine`.
+        watch: See `ModelLine`.
     """
 
     def __init__(
@@ -49,24 +50,24 @@ class FeatureDrafter(PasslessDrafter):
         self.name = "feature"
         self.least = 0.0
         self.stop: DraftStop | None = None
-        self._model = model
+        self.model = model
         self._counters = counters
         # A pass is not waited for: drawing from its rows does that, within the same tier's time.
-        self._watch = Stopwatch(counters.seconds_by_tier, "drafter", None)
+        self.watch = Stopwatch(counters.seconds_by_tier, "drafter", None)
         self._min_confidence = min_confidence
         self._stop_tokens = stop_tokens
         self._kv = model.new_kv()
         self._exact = 0  # entries made of the verifier's states
         self._states: list[Tensor] = []  # of the positions from there on, in order
         self._made: Tensor | None = None  # results of the last exact entries, [1, n, d]
-        self._last: Tensor | None = None  # result that the next token of a block goes by
-        self._prefix: Sequence[int] = ()
+        self._last: Tensor | None = None  # result that the next token of a block goes by; None at its beginning
+        self._length = 0  # entries of the cache behind which that result is
         target.on_states = self._receive
 
-    def propose(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Draft:
+    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
         """See `Drafter`. After a single token, which has no state before it, it has nothing to say."""
-        limit = min(limit, self._model.file.shape.context - len(tokens))
-        self._prefix = tokens
+        limit = min(limit, self.model.file.shape.context - len(tokens))
+        self._last = None
         steps = draft_stepwise(
             self,
             tokens,
@@ -78,7 +79,11 @@ class FeatureDrafter(PasslessDrafter):
             stop=self.stop,
             least=self.least,
         )
-        return drive(timed(steps, self._watch))
+        return timed(steps, self.watch)
+
+    def warm(self, tokens: Sequence[int], keep: int) -> bool:
+        """See `Drafter`. A prompt's states come with the target's passes, and are run before the first draft."""
+        return False
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """See `Drafter`. A state belongs to its prefix, so those of tokens that are gone go too."""
@@ -117,35 +122,81 @@ class FeatureDrafter(PasslessDrafter):
             left -= part.shape[1]
         self._states = kept_states
 
-    def rows(self, tokens: Sequence[int], n: int) -> Tensor:
+    def rows(self, tokens: Sequence[int], n: int) -> ShortRows:
         """See `RowSource`: one row, after the whole prefix at the beginning of a block, after one more token later on."""
-        with self._watch:
-            if tokens is self._prefix:
-                hidden = self._caught_up()
-            else:
-                assert self._last is not None  # a block begins with its prefix
-                hidden = self._ran(self._last, tokens)
-            self._last = hidden[:, -1:]
-            return self._model.logits(self._last)
+        with self.watch:
+            return run_features([(self, tokens, n)])[0]
 
-    def _caught_up(self) -> Tensor:
-        """Result at the end of the prefix: exact entries in one pass, one by one where the verifier has not been."""
-        tokens, kv = self._prefix, self._kv
+    def due(self, tokens: Sequence[int]) -> int:
+        """Entries that the pass for these tokens has to run."""
+        return len(tokens) if self._last is not None else len(tokens) - 1 - self._exact
+
+    def entries(self, tokens: Sequence[int]) -> Generator[Entries, Tensor, Tensor]:
+        """What is to be run for a row, part after part, each answered with its results: ``[1, n, d]``.
+
+        Nothing is lost if it is given up on the way: asked again, it begins anew.
+
+        Returns:
+            The result that the row is read from, ``[1, 1, d]``.
+        """
+        if self._last is not None:
+            self._kv.roll_back(self._length)
+            return (yield from self._part(self._last, tokens))
+        # Exact entries in few passes, then one by one where the verifier has not been.
+        kv = self._kv
         kv.roll_back(self._exact)
         if self._states:
             states = self._states[0] if len(self._states) == 1 else torch.cat(self._states, dim=1)
             states = states[:, : len(tokens) - 1 - self._exact]
+            made = None
             for part in states.split(PREFILL_CHUNK, dim=1):
                 first = kv.full_len + 1
-                self._made = self._ran(part, tokens[first : first + part.shape[1]])
-            self._exact, self._states = kv.full_len, []
+                made = yield from self._part(part, tokens[first : first + part.shape[1]])
+            self._made, self._exact, self._states = made, kv.full_len, []
         assert self._made is not None  # see _can_speak
         hidden = self._made[:, -1:]
         for token in tokens[self._exact + 1 :]:
-            hidden = self._ran(hidden, [token])
-        return hidden
+            hidden = yield from self._part(hidden, [token])
+        return hidden[:, -1:]
 
-    def _ran(self, states: Tensor, following: Sequence[int]) -> Tensor:
-        self._counters.drafter_calls += 1
-        self._counters.drafter_tokens_fed += len(following)
-        return self._model.run(states, following, self._kv)
+    def spoke(self, last: Tensor, passes: int, entries: int) -> None:
+        """A row was read from this result, after so many passes over so many entries."""
+        self._last, self._length = last, self._kv.full_len
+        self._counters.drafter_calls += passes
+        self._counters.drafter_tokens_fed += entries
+
+    def _part(self, states: Tensor, following: Sequence[int]) -> Generator[Entries, Tensor, Tensor]:
+        kv = self._kv
+        made = yield Entries(states, following, kv)
+        kv.full_len = kv.slim_len = kv.full_len + len(following)
+        return made
+
+
+def run_features(wanted: Sequence[tuple[FeatureDrafter, Sequence[int], int]]) -> list[ShortRows]:
+    """Rows of drafters of one model, in one pass and one readout; in more passes where one's entries build on each other.
+
+    Args:
+        wanted: For each drafter its tokens (`FeatureDrafter.rows`) and how many rows, which is one.
+    """
+    model = wanted[0][0].model
+    asked = [drafter.entries(tokens) for drafter, tokens, _ in wanted]
+    passes, entries = [0] * len(wanted), [0] * len(wanted)
+    last: dict[int, Tensor] = {}
+    replies: dict[int, Tensor | None] = dict.fromkeys(range(len(wanted)))
+    while replies:
+        parts: dict[int, Entries] = {}
+        for index, reply in replies.items():
+            try:
+                # A generator that has just begun takes None alone.
+                parts[index] = next(asked[index]) if reply is None else asked[index].send(reply)
+            except StopIteration as end:
+                last[index] = end.value
+        made = model.together(list(parts.values())) if parts else []
+        replies = dict(zip(parts, made, strict=True))
+        for index, part in parts.items():
+            passes[index] += 1
+            entries[index] += len(part.following)
+    rows = model.logits.last([last[index] for index in range(len(wanted))], [n for _, _, n in wanted])
+    for index, (drafter, _, _) in enumerate(wanted):
+        drafter.spoke(last[index], passes[index], entries[index])
+    return rows

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from viasd.draws import Draws
 from viasd.layered import LayeredModel
-from viasd.runtime.drafters.base import Draft, ModelLine
-from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.drafters.line import ModelLine
 from viasd.runtime.metrics import Counters
 from viasd.runtime.packed import Line
-from viasd.runtime.passes import Steps, timed
-from viasd.runtime.target import Stopwatch
-from viasd.sampling import Ahead
+from viasd.shortlist import ShortReadout
 
 
 class ModelDrafter(ModelLine):
@@ -25,8 +19,7 @@ class ModelDrafter(ModelLine):
         counters: Where calls, tokens fed and seconds are added up.
         min_confidence: See `draft_stepwise`.
         stop_tokens: See `draft_stepwise`.
-        readout: Hidden states ``[1, n, d]`` -> raw logits ``[n, V]`` in the place of the model's own, where only some words
-            are wanted.
+        readout: In the place of the model's own, where only some words are wanted.
     """
 
     def __init__(
@@ -36,31 +29,12 @@ class ModelDrafter(ModelLine):
         *,
         min_confidence: float = 0.0,
         stop_tokens: frozenset[int] = frozenset(),
-        readout: Callable[[Tensor], Tensor] | None = None,
+        readout: ShortReadout | None = None,
     ) -> None:
-        self.name = "model"
-        self.readout = readout
-        self.model = model
-        self.route = None
-        self.kv = model.new_kv()
-        self.counters = counters
-        self.watch = Stopwatch(counters.seconds_by_tier, "drafter", None)
-        self._min_confidence = min_confidence
-        self._stop_tokens = stop_tokens
-
-    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
-        """See `Drafter`. Beyond its own context, which may be shorter than the target's, it proposes nothing."""
-        steps = draft_stepwise(
-            self,
-            tokens[self.kv.full_len :],
-            min(limit, self.model.context_length - len(tokens)),
-            ahead,
-            draws,
-            min_confidence=self._min_confidence,
-            stop_tokens=self._stop_tokens,
-            stop=self.stop,
+        super().__init__(
+            "model", model, None, counters, readout=readout, min_confidence=min_confidence, stop_tokens=stop_tokens
         )
-        return timed(steps, self.watch)
+        self.kv = model.new_kv()
 
     def warm(self, tokens: Sequence[int], keep: int) -> bool:
         """See `Drafter`."""
@@ -74,11 +48,6 @@ class ModelDrafter(ModelLine):
         self.kv.roll_back(len(tokens) - 1)
 
     settle = rewind
-
-    @property
-    def context_length(self) -> int:
-        """See `BlockDrafter`."""
-        return self.model.context_length
 
     def begin(self, tokens: Sequence[int]) -> int:
         """See `BlockDrafter`."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from viasd.draws import Draws
 from viasd.errors import OptionError
 from viasd.routes import Route
-from viasd.runtime.drafters.base import Draft, ModelLine
-from viasd.runtime.drafters.stepwise import draft_stepwise
+from viasd.runtime.drafters.line import ModelLine
 from viasd.runtime.packed import Line
-from viasd.runtime.passes import Steps, timed
-from viasd.runtime.target import Stopwatch, TieredTarget
-from viasd.sampling import Ahead
+from viasd.runtime.target import TieredTarget
 
 
 class SelfDrafter(ModelLine):
@@ -41,29 +37,11 @@ class SelfDrafter(ModelLine):
     ) -> None:
         if target.route is not None and not set(route.layers) <= set(target.route.whole_layers):
             raise OptionError("the self drafter must keep only layers that the slim verifier keeps")
-        self.name = "self"
-        self.route = route
-        self._target = target
-        self.model = target.model
-        self.counters = target.counters
-        self.watch = Stopwatch(target.counters.seconds_by_tier, "drafter", None)
-        self._position = 0
-        self._min_confidence = min_confidence
-        self._stop_tokens = stop_tokens
-
-    def drafting(self, tokens: Sequence[int], limit: int, ahead: Ahead, draws: Draws) -> Steps[Draft]:
-        """See `Drafter`."""
-        steps = draft_stepwise(
-            self,
-            tokens[self.begin(tokens) :],
-            limit,
-            ahead,
-            draws,
-            min_confidence=self._min_confidence,
-            stop_tokens=self._stop_tokens,
-            stop=self.stop,
+        super().__init__(
+            "self", target.model, route, target.counters, min_confidence=min_confidence, stop_tokens=stop_tokens
         )
-        return timed(steps, self.watch)
+        self._target = target
+        self._position = 0
 
     def warm(self, tokens: Sequence[int], keep: int) -> bool:
         """See `Drafter`. The target's prefill is this drafter's too."""
@@ -73,11 +51,6 @@ class SelfDrafter(ModelLine):
         """See `Drafter`. Nothing to do: every draft starts again at the target's own watermark."""
 
     settle = rewind
-
-    @property
-    def context_length(self) -> int:
-        """See `BlockDrafter`."""
-        return self.model.context_length
 
     def begin(self, tokens: Sequence[int]) -> int:
         """See `BlockDrafter`."""

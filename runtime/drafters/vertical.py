@@ -17,6 +17,7 @@ from viasd.runtime.metrics import Counters
 from viasd.runtime.passes import DraftPass, RowSource, Steps, timed
 from viasd.runtime.target import Stopwatch
 from viasd.sampling import Ahead, Sampler
+from viasd.shortlist import ShortRows
 
 
 class BlockDrafter(Drafter, RowSource, Protocol):
@@ -87,7 +88,8 @@ class VerticalDrafter(SteppedDrafter):
             # The drafter model adds a token of its own.
             room = limit - len(proposed) - 1
             guess = yield from self._lookup.drafting(prefix, room, self._sampler.ahead(prefix), draws)
-            logits = yield DraftPass(self._model, [*prefix, *guess.tokens][run:], len(guess.tokens) + 1)
+            said = yield DraftPass(self._model, [*prefix, *guess.tokens][run:], len(guess.tokens) + 1)
+            logits = said.dense if isinstance(said, ShortRows) else said
             ahead = self._sampler.ahead(tokens)
             if raw:
                 ahead.block(torch.stack(raw), proposed)

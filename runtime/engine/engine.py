@@ -56,6 +56,8 @@ class Engine:
             request alone, which chooses the length of its drafts itself).
         adaptive_state: What an earlier engine's has learnt (`adaptive_state`).
         policy: Decides instead how many drafted tokens are verified.
+        isolated: Whether what goes wrong in one request (its own code, its share of a pass) ends that request alone;
+            otherwise the exception leaves `step`, and all requests end.
 
     Attributes:
         results: What has ended, by request. Take results out to free their memory.
@@ -75,6 +77,7 @@ class Engine:
         adaptive: str = "off",
         adaptive_state: Mapping[str, Any] | None = None,
         policy: AdmissionPolicy | None = None,
+        isolated: bool = True,
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk", chunk), ("prompt_budget", prompt_budget)):
             if value is not None and value < 1:
@@ -95,6 +98,7 @@ class Engine:
         if adaptive == "on" or (adaptive == "auto" and concurrency > 1):
             policy = AdaptivePolicy(pair, concurrency, adaptive, state=adaptive_state)
         self.policy: AdmissionPolicy = policy or AdmitAll()
+        self._isolated = isolated
         self.results: dict[int, Result] = {}
         self.tracebacks: dict[int, str] = {}
         self._next = 0
@@ -102,12 +106,15 @@ class Engine:
         self._running: list[Request] = []
         self._ended: list[EngineEvent] = []  # by cancelling, since the last step
 
-    def add(self, prompt: Prompt, *, config: GenerationConfig | None = None, **options: Any) -> int:
+    def add(
+        self, prompt: Prompt, *, config: GenerationConfig | None = None, name: str | None = None, **options: Any
+    ) -> int:
         """Takes a request.
 
         Args:
             prompt: Text, chat messages, or token ids.
             config: A ready configuration, instead of `options`.
+            name: What its lines in a log begin with; None is ``request`` and its number.
             **options: Fields of `GenerationConfig`, `SamplingConfig` and `DecodingConfig`, as for `viasd.generate`. A
                 stateful logits processor belongs to one request.
 
@@ -119,11 +126,7 @@ class Engine:
             ViasdError: If anything else about it can't be done.
         """
         config = settled_config(config, options)
-        if config.decoding.strategy in EXITING:
-            raise OptionError(
-                f"strategy {config.decoding.strategy} runs its tokens through the layers in a wave of its own, which other "
-                "sequences can't share; use viasd.generate for one prompt at a time"
-            )
+        _check_shares(config)
         if isinstance(self.policy, AdaptivePolicy) and self.policy.paces(config):
             # Drafts end where one more token does not pay, by the costs of a batch instead of those of one sequence.
             config = replace(config, decoding=replace(config.decoding, draft_length="fixed"))
@@ -137,7 +140,21 @@ class Engine:
             heads=None if mask is None or mask.prefix is None else self.heads,
             chat=chat,
             chunk=self.chunk,
+            name=name or f"request {self._next}",
         )
+        return self.enter(answer)
+
+    def enter(self, answer: Answer) -> int:
+        """Takes a request that is an answer already, of this engine's pair.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            CapacityError: If its keys and values could never fit into the budget.
+            OptionError: If its strategy can't share passes.
+        """
+        _check_shares(answer.config)
         if isinstance(self.policy, AdaptivePolicy) and (note := self.policy.passed_over(answer)):
             answer.notes.append(note)
         needed = worst_bytes(answer)
@@ -323,6 +340,8 @@ class Engine:
         return True
 
     def _fail(self, request: Request, error: Exception) -> None:
+        if not self._isolated:
+            raise error
         self.tracebacks[request.number] = "".join(traceback.format_exception(error))
         said = str(error) if isinstance(error, ViasdError) else f"{type(error).__name__}: {error}"
         if isinstance(error, torch.OutOfMemoryError):
@@ -345,6 +364,15 @@ class Engine:
         self.results[request.number] = result
         self._ended.append(EngineEvent(request.number, "", [], "", result.stats, result))
         self.policy.ended(request.number)
+
+
+def _check_shares(config: GenerationConfig) -> None:
+    """Refuses a strategy whose passes are no one else's."""
+    if config.decoding.strategy in EXITING:
+        raise OptionError(
+            f"strategy {config.decoding.strategy} runs its tokens through the layers in a wave of its own, which other "
+            "sequences can't share; use viasd.generate for one prompt at a time"
+        )
 
 
 @dataclass(frozen=True)

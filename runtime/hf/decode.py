@@ -26,6 +26,7 @@ from viasd.runtime.hf.options import Own, configured, pair_of, room_of, slim_mas
 from viasd.runtime.hf.prepared import PreparedSampler, of_row
 from viasd.runtime.hf.refusals import check_arguments, check_batch, check_settings, left_padding
 from viasd.runtime.hf.rows import Answer, RowSession, Wanted, end_tokens
+from viasd.runtime.hf.together import decoded
 from viasd.runtime.metrics import Counters
 from viasd.runtime.result import Result, describe_loss
 from viasd.shipped import resolve_heads
@@ -34,7 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 class LossyWarning(UserWarning):
-    """Says, once a call, that an output is not the target's own, and how far it may be from it."""
+    """Says, once a call, that an output is not the model's own, and how far it may be from it.
+
+    Either a lossy mode ran, or a confident readout made another target of the model.
+    """
 
 
 def generate(
@@ -64,7 +68,7 @@ def generate(
 
     Args:
         model: A decoder-only causal LM in eval mode, wherever and however it was loaded.
-        input_ids: ``[B, n]``, padded in front.
+        input_ids: ``[B, n]``, padded in front. Rows share their passes; each leaves when it has ended.
         logits_processor: As for `model.generate`.
         stopping_criteria: As for `model.generate`; asked after every token.
         generation_config: As for `model.generate`. What is not honoured is refused by name.
@@ -132,8 +136,7 @@ def generate(
         scores=bool(returned and generation_config.output_scores),
         logits=bool(returned and generation_config.output_logits),
     )
-    answers: list[Answer] = []
-    guard = None  # learns over all rows
+    rows: list[RowSession] = []
     for row, spare in enumerate(padding):
         ids = input_ids[row : row + 1]
         mine = of_row(logits_processor, row, len(padding), generation_config.num_return_sequences or 1)
@@ -141,19 +144,21 @@ def generate(
             mine, greedy=config.sampling.greedy, lead=ids[0, :spare].tolist(), device=input_ids.device
         )
         assert config.seed is not None
-        session = RowSession(
-            pair,
-            ids,
-            spare,
-            replace(config, seed=config.seed + row),
-            wanted,
-            sampler,
-            mask=mask,
-            heads=heads,
-            guard=guard,
+        rows.append(
+            RowSession(
+                pair,
+                ids,
+                spare,
+                replace(config, seed=config.seed + row),
+                wanted,
+                sampler,
+                mask=mask,
+                heads=heads,
+                guard=rows[0].guard if rows else None,  # learns over all rows
+                name=f"row {row}" if len(padding) > 1 else None,
+            )
         )
-        answers.append(session.run())
-        guard = session.guard
+    answers = decoded(rows)
     if streamer is not None:
         streamer.end()
     results = [answer.result for answer in answers]
@@ -190,15 +195,19 @@ def _through_transformers(model: Any, call: Any, tokenizer: Any, **request: Any)
 
 
 def _tell(results: Sequence[Result], alpha: float, *, greedy: bool) -> None:
-    """Warns of a lossy output, with what was measured over all rows; notes go to the log."""
+    """Warns of an output that is not the model's own, with what was measured over all rows; notes go to the log.
+
+    A confident readout of the full verifier makes another target of it, towards which the output may well be lossless.
+    """
     for note in dict.fromkeys(note for result in results for note in result.notes):
         _log.info(note)
-    if results[0].lossless:
+    first = results[0]
+    if first.lossless and first.readouts.full is None:
         return
     total = Counters()
     for result in results:
         total.merge(result.stats)
-    loss = describe_loss(results[0].mode, total, False, alpha, greedy=greedy)
+    loss = describe_loss(first.mode, total, first.lossless, alpha, greedy=greedy, readout=first.readouts.full)
     warnings.warn(f"viasd.hf.generate: {loss}", LossyWarning, stacklevel=2)
 
 

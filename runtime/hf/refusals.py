@@ -163,7 +163,7 @@ def left_padding(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
 
 
 def check_batch(rows: int, processors: Sequence[Any], criteria: Sequence[Any], streamer: Any | None) -> None:
-    """Refuses what can't be had of rows that are decoded one after the other.
+    """Refuses what can't be had of rows that go on each at a pace of its own.
 
     Args:
         rows: Rows of the batch, several returned sequences of one prompt included.
@@ -179,9 +179,9 @@ def check_batch(rows: int, processors: Sequence[Any], criteria: Sequence[Any], s
         raise OptionError(f"viasd.hf.generate can't honour {type(guided).__name__}: {_ADVICE['guidance_scale']}")
     if rows == 1:
         return
-    alone = f"{rows} rows are decoded one after the other"
+    paced = f"{rows} rows go on each at its own pace"
     if streamer is not None:
-        raise OptionError(f"streamer needs a single row, but {alone}; leave it out, or call generate once a row")
+        raise OptionError(f"streamer needs a single row, but {paced}; leave it out, or call generate once a row")
     for kind, found, known in (
         ("logits processor", processors, _ROW_BY_ROW),
         ("stopping criterion", criteria, _ENDS_ROWS),
@@ -190,7 +190,7 @@ def check_batch(rows: int, processors: Sequence[Any], criteria: Sequence[Any], s
         if other is not None:
             name = getattr(other, "__name__", type(other).__name__)
             raise OptionError(
-                f"{kind} {name} may want to see the whole batch, but {alone}; call generate once a row to use it"
+                f"{kind} {name} may want to see the whole batch, but {paced}; call generate once a row to use it"
             )
     if not any(hasattr(c, "eos_token_id") for c in criteria) and any(
         type(c) is not stopping_criteria.MaxLengthCriteria for c in criteria

@@ -1,4 +1,4 @@
-"""One row of a transformers request as a session: its stopping criteria, its streamer, its scores."""
+"""One row of a transformers request: its stopping criteria, its streamer, its scores."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def end_tokens(criteria: Sequence[Any]) -> frozenset[int]:
 class RowSession(Session):
     """The answer of one row, ended where transformers' own loop would have ended it.
 
+    Alone it is made by `run`. Whoever makes it otherwise closes it by `done`.
+
     Args:
         pair: The pair.
         ids: The row with its padding, ``[1, n]``, where transformers has it.
@@ -74,6 +76,7 @@ class RowSession(Session):
         mask: Layers of the slim verifier, or None.
         heads: Light heads, or None.
         guard: See `Session`.
+        name: See `Session`.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class RowSession(Session):
         mask: LayerMask | None,
         heads: LightHeads | None,
         guard: Guard | None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(pair, ids[0, padding:].tolist(), config, mask=mask, heads=heads, guard=guard, sampler=sampler)
+        prompt = ids[0, padding:].tolist()
+        super().__init__(pair, prompt, config, mask=mask, heads=heads, guard=guard, sampler=sampler, name=name)
         self.ending = replace(self.ending, keep=self._take)
         self._ids = ids
         self._scores: list[Tensor] = []
@@ -99,14 +104,23 @@ class RowSession(Session):
         self._length = ids.shape[1] + config.max_new_tokens
 
     def run(self) -> Answer:
-        """Decodes to the end."""
+        """Decodes to the end, alone."""
         try:
             for _ in self:
                 pass
         finally:
-            self.ending = replace(self.ending, keep=None)  # or a circle would keep the row's cache in memory
+            self.close()
+        return self.done()
+
+    def done(self) -> Answer:
+        """What became of it, now that it has ended."""
+        self.close()
         assert self.result is not None
         return Answer(self._ids, self._scores, self._logits, self.result)
+
+    def close(self) -> None:
+        """Takes no more tokens; else a circle would keep the row's cache in memory."""
+        self.ending = replace(self.ending, keep=None)
 
     def _take(self, emission: Emission) -> tuple[int, bool]:
         """Shows each token to the processors, the criteria and the streamer, as if it had been decoded alone."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from viasd.estimator import logit_of_max
-from viasd.heads import HeadRow
 from viasd.rows import Row, Rows
 from viasd.runtime.exits import ExitRule
 from viasd.runtime.judge import judge_block
 from viasd.runtime.strategies.base import Emission, SolitaryStrategy, Workbench
 from viasd.runtime.wave import Wave
 from viasd.sampling import Ahead
+from viasd.shortlist import ShortRow
 
 
 class AdaDecode(SolitaryStrategy):
@@ -101,9 +101,9 @@ class AdaDecode(SolitaryStrategy):
             then = ahead.fork()
             row = wave.guess()
             if sampler.has_processors:  # they see whole rows
-                row = HeadRow(then.next(row.dense), None, row.vocabulary)
+                row = ShortRow.of(then.next(row.dense))
             if rule.exits(layers, float(logit_of_max(row.known, sampler.config.temperature))):
-                law = Row(token=row.best) if sampler.greedy else sampler.law(row.dense[None])[0]
+                law = Row(token=row.best[1]) if sampler.greedy else sampler.law(row.dense[None])[0]
                 return then, law, layers
         return None
 

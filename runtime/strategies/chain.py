@@ -63,7 +63,9 @@ class ChainedCascade(SteppedStrategy):
             draft = yield from self._drafter.drafting(prefix, limit, self._ahead(tokens, pending, seen), bench.draws)
             counters.drafted += len(draft.tokens)
             if draft.tokens:
-                draft = draft.first((yield Admission("drafter", "slim", draft.tokens, draft.logits, draft.confidence)))
+                draft = draft.first(
+                    (yield Admission("drafter", "slim", draft.tokens, draft.evidence, draft.confidence))
+                )
             if not draft.tokens:
                 break
             logits = yield SlimPass(bench.target, [*prefix, *draft.tokens], len(draft.tokens) + 1)

@@ -129,7 +129,7 @@ class DeferringDecoding(SteppedStrategy):
         processed = sampler.ahead(tokens).block(logits, draft.tokens)
         soft_p = None
         if sampler.greedy and draft.logits:
-            raw = torch.stack(draft.logits).to(logits.device)
+            raw = torch.stack(list(draft.logits)).to(logits.device)
             soft_p = torch.softmax(sampler.ahead(tokens).block(raw, draft.tokens), dim=-1)
         return Judged(
             tokens=draft.tokens,

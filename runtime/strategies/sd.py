@@ -42,7 +42,7 @@ class SpeculativeDecoding(SteppedStrategy):
         draft = yield from self._drafter.drafting(tokens, limit, bench.sampler.ahead(tokens), bench.draws)
         counters.drafted += len(draft.tokens)
         if draft.tokens:
-            admitted = yield Admission("drafter", "full", draft.tokens, draft.logits, draft.confidence)
+            admitted = yield Admission("drafter", "full", draft.tokens, draft.evidence, draft.confidence)
             draft = draft.first(admitted)
         if not draft.tokens:
             emission = yield from full_step(bench, tokens)

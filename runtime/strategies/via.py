@@ -78,7 +78,7 @@ class GatedCascade(SteppedStrategy):
         )
         counters.drafted += len(draft.tokens)
         if draft.tokens:
-            draft = draft.first((yield Admission("drafter", "slim", draft.tokens, draft.logits, draft.confidence)))
+            draft = draft.first((yield Admission("drafter", "slim", draft.tokens, draft.evidence, draft.confidence)))
         if not draft.tokens:
             return (yield from full_step(bench, tokens))
         # Judging d_1 .. d_g needs the rows before each of them; the row after d_g is not looked at.

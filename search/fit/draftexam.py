@@ -81,7 +81,7 @@ def decode(pair: Pair, corpus: Corpus, numbers: Sequence[int], prompts: int) -> 
         target.prefill(tokens[:-1])
         strategy = SpeculativeDecoding(bench, drafter, gamma=GAMMA)
         before = 0
-        for emission, _ in rounds(strategy, target, drafter, sampler, tokens, Ending(room, pair.eos_ids), counters):
+        for emission, _ in rounds(strategy, target, drafter, sampler, tokens, Ending(room, pair.eos_ids)):
             drafted, before = counters.drafted - before, counters.drafted
             n = sum(emission.drafted)
             emitted += len(emission.tokens)

@@ -13,13 +13,14 @@ from tiny import generate, hf_greedy, model_of, pair_of, prompt_ids, tokenizer, 
 
 import viasd
 from viasd.errors import HeadsError, OptionError
-from viasd.heads import HeadRow, LightHeads
+from viasd.heads import LightHeads
 from viasd.kv import SequenceKV
 from viasd.runtime.display import status_line
 from viasd.runtime.exits import CalibratedExits, FixedExits
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
 from viasd.runtime.wave import LayerWave
+from viasd.shortlist import ShortRow
 from viasd.testing import FAMILIES, redundant_model, tiny_model
 
 N = 40  # with the prompt of 24: eight windows of 8
@@ -71,8 +72,8 @@ def always(monkeypatch: pytest.MonkeyPatch, rule: Any) -> None:
 def told(monkeypatch: pytest.MonkeyPatch, oracle: OraclesHeads) -> None:
     """Every head guesses what the oracle says of the position after the newest token."""
 
-    def guess(self: Any) -> HeadRow:
-        return HeadRow(oracle.logits(self._newest + 1), None, 300)
+    def guess(self: Any) -> ShortRow:
+        return ShortRow.of(oracle.logits(self._newest + 1))
 
     monkeypatch.setattr("viasd.runtime.wave.LayerWave.guess", guess)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tiny import pair_of
 
 from viasd.errors import OptionError
+from viasd.featuremodel import FeatureModel
 from viasd.mask import LayerMask
 from viasd.runtime.adaptive import costs as costs_module
 from viasd.runtime.adaptive.budget import allocate, best_budget, best_first, in_order, pooled, survivals
@@ -26,6 +27,7 @@ from viasd.runtime.adaptive.stopping import UsualChances, best_floor
 from viasd.runtime.adaptive.three_tiers import CascadeVerification
 from viasd.runtime.adaptive.two_edges import above, best_budgets, pending
 from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer
+from viasd.shortlist import ShortReadout
 
 chances = st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.5, 0.9, 1.0]), max_size=4)
 
@@ -553,6 +555,10 @@ def test_passes_of_a_batch_are_measured_once_and_kept(
     monkeypatch.setattr(costs_module, "_measure", lambda *_: pytest.fail("measured again"))
     assert batch_costs(pair, route, 4, 100, 2, own) == made
     pair.measured.clear()
+    monkeypatch.setattr(costs_module, "_TIMED", costs_module._TIMED + 1)
+    monkeypatch.setattr(costs_module, "_measure", lambda *_: FLAT)
+    assert batch_costs(pair, route, 4, 100, 2, own) == FLAT  # a table of what was timed before is not believed
+    pair.measured.clear()
 
 
 def test_measuring_leaves_no_gradient_and_no_state_behind() -> None:
@@ -563,10 +569,25 @@ def test_measuring_leaves_no_gradient_and_no_state_behind() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_a_drafter_of_states_takes_n_times_as_long_for_n_sequences() -> None:
+def test_a_drafter_of_states_is_timed_in_passes_that_carry_one_entry_of_each_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together, read, sizes_run, rows_read = FeatureModel.together, ShortReadout.last, set(), set()
+
+    def ran(self: FeatureModel, parts: Any) -> Any:
+        sizes_run.add(tuple(len(part.following) for part in parts))
+        return together(self, parts)
+
+    def last(self: ShortReadout, hidden: Any, rows: Any) -> Any:
+        rows_read.add(tuple(rows))
+        return read(self, hidden, rows)
+
+    monkeypatch.setattr(FeatureModel, "together", ran)
+    monkeypatch.setattr(ShortReadout, "last", last)
     made = costs_module._measure(feature_pair(), None, None, 8, 16, 2)
-    assert made.drafter[1] > 0
-    assert made.draft_seconds(8) == pytest.approx(8 * made.draft_seconds(1))
+    assert sizes_run == rows_read == {(1,) * n for n in (1, 2, 4, 8)}
+    assert set(made.drafter) == {1, 2, 4, 8}
+    assert 0 < made.draft_seconds(1) <= made.draft_seconds(8)
 
 
 def test_layers_of_the_target_are_measured_on_the_target_where_the_pair_has_a_drafter_too(

@@ -196,7 +196,7 @@ def test_a_drafter_without_confidence_leaves_plain_decoding(drafter: str) -> Non
 def test_a_long_prompt_leaves_as_many_tokens_for_the_last_pass_as_rows_are_wanted(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import viasd.runtime.drafters.base as drafters
+    import viasd.runtime.drafters.line as drafters
 
     model = load_layered(model_of("llama"))
     tokens = [5 + i for i in range(length)]

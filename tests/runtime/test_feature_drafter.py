@@ -91,16 +91,16 @@ def by_definition(prefix: Sequence[int], known: int, n: int, depth: int) -> torc
 @pytest.mark.parametrize("strategy", ["sd", "chain2", "via-audited"])
 def test_every_draft_is_what_the_definition_says(strategy: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    propose = FeatureDrafter.propose
+    drafting = FeatureDrafter.drafting
 
     def watched(self: FeatureDrafter, tokens: Any, *more: Any) -> Any:
         known = min(self._known, len(tokens) - 1)
-        draft = propose(self, tokens, *more)
+        draft = yield from drafting(self, tokens, *more)
         if draft.tokens:
             seen.append((list(tokens), known, torch.stack(list(draft.logits))))
         return draft
 
-    monkeypatch.setattr(FeatureDrafter, "propose", watched)
+    monkeypatch.setattr(FeatureDrafter, "drafting", watched)
     generate(feature_pair(depth=depth), prompt_ids(), max_new_tokens=24, **LOSSLESS[strategy])
     assert len(seen) > 3
     if strategy == "chain2":  # where the full verifier has not been, its own states are fed
@@ -126,7 +126,7 @@ def test_drafting_now_and_then_makes_no_difference(seed: int) -> None:
             for _ in range(rng.choice([0, 1, 2])):
                 draft = drafter.propose(tokens, 3, sampler.ahead(tokens), SeededDraws(0))
                 expected = by_definition(tokens, len(tokens) - 1, 3, 1)
-                torch.testing.assert_close(torch.stack(draft.logits), expected, rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(torch.stack(list(draft.logits)), expected, rtol=1e-3, atol=1e-3)
             block = [rng.randrange(5, 260) for _ in range(rng.randrange(4))]
             target.full([*tokens, *block], 1)
             if rng.random() < 0.4:  # another block, before anybody said what is kept of the first
@@ -206,7 +206,7 @@ def test_the_law_of_two_tokens_is_the_targets(strategy: str, least: float) -> No
             one = SpeculativeDecoding(bench, drafter, gamma=2)
             chosen: Any = one if route is None else ChainedCascade(bench, drafter, gamma=1)
             target.prefill(tokens[:-1])
-            for _ in rounds(chosen, target, drafter, sampler, tokens, Ending(3, frozenset()), counters):
+            for _ in rounds(chosen, target, drafter, sampler, tokens, Ending(3, frozenset())):
                 if len(tokens) >= 4:
                     break
             out = tuple(tokens[2:4])

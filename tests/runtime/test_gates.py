@@ -99,6 +99,22 @@ def test_nothing_passes_before_enough_was_seen() -> None:
     assert gate.judge(SLIM, block) == [A, A, A]
 
 
+def test_what_is_heard_of_rounds_that_go_on_at_once_counts_only_behind_them() -> None:
+    gate = guarded(0.99, min_observations=6)
+    block = draft([0, 0, 0])
+    with gate.guard.unchanging():
+        for _ in range(3):
+            gate.learn(SLIM, block, [0, 0, 0], [1.0, 1.0, 1.0])
+        assert gate.judge(SLIM, block) == [C, C, C]
+        assert not any(bool(s.any()) for s in gate.sets(SLIM, block, 0))
+    assert gate.guard.estimator.observations == 9
+    assert gate.judge(SLIM, block) == [A, A, A]
+    at_once = guarded(0.99, min_observations=6)
+    for _ in range(3):
+        at_once.learn(SLIM, block, [0, 0, 0], [1.0, 1.0, 1.0])
+    assert at_once.guard.estimator.state() == gate.guard.estimator.state()
+
+
 def test_coefficients_of_a_search_count_as_seen() -> None:
     assert guarded(0.02, SURE).judge(SLIM, draft([1, 1, 1])) == [A, B, C]
     with pytest.raises(OptionError, match="estimator state"):

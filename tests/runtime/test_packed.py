@@ -40,6 +40,10 @@ def readout_of(kind: str, model: LayeredModel) -> Any:
     return made[kind]()
 
 
+def route_of(readout: Any) -> Route:
+    return Route.full(4) if readout is None else Route((True, True, False, False), readout=readout)
+
+
 def states() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(1, n + 2, WIDTH, generator=generator) for n in LENGTHS]
@@ -51,20 +55,20 @@ def states() -> list[Tensor]:
 def test_a_row_is_the_same_bits_whatever_is_read_out_with_it(kind: str, dtype: torch.dtype) -> None:
     model = model_of(dtype)
     readout, hidden = readout_of(kind, model), [state.to(dtype) for state in states()]
-    route = Route.full(model.n_layers) if readout is None else Route((True, True, False, False), readout=readout)
+    route = route_of(readout)
     with torch.inference_mode():
         together = read_out(model, route, hidden, LENGTHS)
         for state, n, rows in zip(hidden, LENGTHS, together, strict=True):
             assert rows.shape == (n, model.vocabulary)
             assert torch.equal(rows, read_out(model, route, [state], [n])[0])
             for i in range(n):  # row by row, as plain decoding reads them
-                one = read_out(model, None, [state[:, : state.shape[1] - n + i + 1]], [1], readout)[0]
+                one = read_out(model, route, [state[:, : state.shape[1] - n + i + 1]], [1])[0]
                 assert torch.equal(rows[i : i + 1], one)
 
 
 @pytest.mark.parametrize("kind", ["the model's", "lens", "head", "head of all words", "shortlist"])
 def test_rows_by_torch_are_the_same_but_for_rounding(kind: str) -> None:
     ours, theirs = model_of(torch.float32), model_of(torch.float32, "hf")
-    found = [read_out(model, None, states(), LENGTHS, readout_of(kind, model)) for model in (ours, theirs)]
+    found = [read_out(model, route_of(readout_of(kind, model)), states(), LENGTHS) for model in (ours, theirs)]
     for rows, expected in zip(*found, strict=True):
         torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)

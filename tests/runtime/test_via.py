@@ -124,7 +124,7 @@ def test_an_audit_does_not_change_what_follows_when_it_does_not_correct() -> Non
         bench = Workbench(target, sampler, SeededDraws(5), counters)
         gate = RatioGate(Thresholds(0.6, 0.2))
         strategy = GatedCascade(bench, drafter, gate, gamma=3, recheck=False, audit=audit)
-        for _ in rounds(strategy, target, drafter, sampler, tokens, Ending(60, frozenset()), counters):
+        for _ in rounds(strategy, target, drafter, sampler, tokens, Ending(60, frozenset())):
             pass
         assert bool(counters.audit.blocks) == (audit > 0)
         return tokens

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import viasd
 import viasd.search.cli as cli
+from viasd.confident import ConfidentConfig
 from viasd.heads import LightHeads
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
@@ -24,6 +25,7 @@ from viasd.probe import load_layered
 from viasd.routes import Route
 from viasd.runtime.assembly import headed
 from viasd.runtime.metrics import Counters
+from viasd.runtime.readouts import recorded
 from viasd.runtime.target import TieredTarget
 from viasd.search import export
 from viasd.stitch import Stitch
@@ -193,6 +195,19 @@ def test_what_is_written_and_where_it_came_from(here: Path, capsys: Any) -> None
     plain.mkdir()
     assert (here / "slim").stat().st_mode == plain.stat().st_mode
     assert {f.name for f in here.iterdir() if f.name.startswith(".")} == set()
+
+
+def test_a_mask_that_was_scored_with_another_readout_is_exported_with_a_note(here: Path, capsys: Any) -> None:
+    _, target = saved(here)
+    scored = ConfidentConfig("trough", 1.0, 3)
+    for readout in (scored, None):
+        LayerMask(KEEP, "mine", details=recorded(readout)).save(here / "mask.json")
+        run("mask.json", "--target", target, "--output", f"slim{readout is None}", "--json")
+        out, err = capsys.readouterr()
+        assert json.loads(out)["scored_with"] == (None if readout is None else readout.as_json())
+        assert (f"was scored with {scored.describe()}" in err) == (readout is not None)
+    kept = json.loads((here / "slimFalse" / export.PROVENANCE).read_text())
+    assert ConfidentConfig.parse(kept["scored_with"]) == scored
 
 
 def test_nothing_is_left_of_an_export_that_fails(here: Path, monkeypatch: Any, capsys: Any) -> None:

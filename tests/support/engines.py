@@ -20,6 +20,7 @@ class Seen:
     full: list[tuple[int, int]] = field(default_factory=list)
     slim: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
+    features: list[int] = field(default_factory=list)
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def watched(monkeypatch: Any) -> Iterator[Seen]:
     """Watches the packed passes of every engine."""
     import viasd.runtime.engine.batch as batch
 
-    seen, full, slim, draft = Seen(), batch.run_full, batch.run_slim, batch.run_drafts
+    seen, full, slim, draft, features = Seen(), batch.run_full, batch.run_slim, batch.run_drafts, batch.run_features
 
     def run_full(wanted: Any) -> Any:
         prompts = sum(len(w.tokens) - w.target.kv.full_len for w in wanted if not w.rows)
@@ -42,10 +43,15 @@ def watched(monkeypatch: Any) -> Iterator[Seen]:
         seen.draft.append(len(wanted))
         return draft(wanted)
 
+    def run_features(wanted: Any) -> Any:
+        seen.features.append(len(wanted))
+        return features(wanted)
+
     with monkeypatch.context() as patch:
         patch.setattr(batch, "run_full", run_full)
         patch.setattr(batch, "run_slim", run_slim)
         patch.setattr(batch, "run_drafts", run_drafts)
+        patch.setattr(batch, "run_features", run_features)
         yield seen
 
 

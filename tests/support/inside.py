@@ -10,6 +10,7 @@ from tiny import TEXT, tokenizer
 from torch import Tensor
 
 import viasd
+from viasd.runtime.hf import driven
 
 
 class Recorder:
@@ -39,3 +40,20 @@ def both(model: Any, request: dict[str, Any], own: dict[str, Any] | None = None,
     theirs = model.generate(**request, **options)
     ours = model.generate(**request, **options, custom_generate=viasd.hf.generate, **(own or {}))
     return theirs, ours
+
+
+def state(model: Any) -> Any:
+    """Everything of a model that somebody could notice."""
+    return (
+        [(n, p.data_ptr(), p._version, p.requires_grad, p.sum().item()) for n, p in model.named_parameters()],
+        [(n, b.data_ptr(), b._version) for n, b in model.named_buffers()],
+        [
+            (n, type(m), len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
+            for n, m in model.named_modules()
+        ],
+        model.config.to_dict(),
+        model.generation_config.to_dict(),
+        {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")},
+        model.training,
+        sorted(set(vars(model)) - {driven._KEPT}),
+    )

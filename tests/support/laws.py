@@ -69,7 +69,7 @@ def decoded_law(
         sampler, counters, tokens = Sampler(config), Counters(), list(PROMPT)
         strategy, drafter = make(Workbench(target, sampler, draws, counters))
         room = Ending(length + spare, frozenset())
-        for _ in rounds(strategy, target, drafter, sampler, tokens, room, counters):
+        for _ in rounds(strategy, target, drafter, sampler, tokens, room):
             if len(tokens) - len(PROMPT) >= length:
                 break
         out = tuple(tokens[len(PROMPT) : len(PROMPT) + length])

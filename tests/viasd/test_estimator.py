@@ -61,6 +61,41 @@ def test_refit_is_the_dense_newton_step(slopes):
     assert min(np.abs(dw).min(), np.abs(db).min()) > 0.01
 
 
+def test_a_refit_with_memory_is_the_dense_step_with_what_is_remembered_as_its_prior():
+    config = EstimatorConfig(positions=3, shrink=0, max_step=100, memory=500)
+    estimator = LogisticEstimator(config)
+    rng = np.random.default_rng(0)
+    prior = np.zeros((4, 4))
+    for _ in range(3):
+        f, k, y = sample(rng, 300, np.array([0.8]), np.array([0.6, 0.0, -0.4]))
+        design = np.concatenate([f, np.eye(3)[k]], axis=1)
+        before = np.concatenate([estimator.slopes, estimator.intercepts])
+        c = sigmoid(design @ before)
+        prior = prior + (design * (c * (1 - c))[:, None]).T @ design
+        step = np.linalg.solve(prior + config.ridge * np.eye(4), design.T @ (y - c))
+        estimator.observe(f, k, y)
+        estimator.refit()
+        after = np.concatenate([estimator.slopes, estimator.intercepts])
+        assert np.allclose(after - before, step, atol=1e-10)
+        prior *= 500 / 800
+        estimator = LogisticEstimator.from_state(json.loads(json.dumps(estimator.state())))
+
+
+def test_memory_keeps_coefficients_still_and_lets_them_follow():
+    intercepts = np.array([0.4, -0.4])
+    away = {0.0: [], 1000.0: []}
+    for memory, found in away.items():
+        estimator = LogisticEstimator(EstimatorConfig(positions=2, memory=memory))
+        rng = np.random.default_rng(8)
+        for turn in range(120):
+            slope = 0.8 if turn < 60 else 0.3  # the workload changes
+            estimator.observe(*sample(rng, 200, np.array([slope]), intercepts))
+            estimator.refit()
+            found.append(abs(estimator.slopes[0] - slope))
+    assert np.mean(away[1000.0][20:60]) < 0.6 * np.mean(away[0.0][20:60])
+    assert np.mean(away[1000.0][90:]) < 0.8 * np.mean(away[0.0][90:]) < 0.1
+
+
 def test_steps_are_shrunk_by_the_number_of_observations():
     estimator = LogisticEstimator(EstimatorConfig(positions=2, max_step=100, nonnegative_slopes=False))
     rng = np.random.default_rng(1)
@@ -221,7 +256,16 @@ def test_a_broken_state_is_refused(key, value):
 
 @pytest.mark.parametrize(
     "options",
-    [{"slopes": ()}, {"slopes": (-0.1,)}, {"positions": 0}, {"ridge": 0}, {"shrink": -1}, {"max_step": float("nan")}],
+    [
+        {"slopes": ()},
+        {"slopes": (-0.1,)},
+        {"positions": 0},
+        {"ridge": 0},
+        {"shrink": -1},
+        {"memory": -1},
+        {"memory": float("inf")},
+        {"max_step": float("nan")},
+    ],
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(OptionError):

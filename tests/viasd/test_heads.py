@@ -14,7 +14,7 @@ import torch
 from viasd.attention import Segment
 from viasd.errors import HeadsError, OptionError
 from viasd.estimator import logit_of_max
-from viasd.heads import HeadRow, LightHeads
+from viasd.heads import LightHeads
 from viasd.layered import LayeredModel
 from viasd.mask import ModelIdentity
 from viasd.probe import load_layered
@@ -88,14 +88,8 @@ def test_what_is_read_off_the_known_words_is_what_the_whole_row_says() -> None:
                 state = states(model, (5,))[5][:, i : i + 1]
                 row, whole = head.row(state), head(state)[0]
                 assert torch.equal(row.dense, whole)
-                assert row.best == int(whole.argmax())
+                assert row.best[1] == int(whole.argmax())
                 assert float(logit_of_max(row.known)) == pytest.approx(float(logit_of_max(whole)), rel=1e-5)
-
-
-def test_the_best_of_tied_words_is_the_one_of_the_lowest_id() -> None:
-    row = HeadRow(torch.tensor([0.5, 2.0, 2.0, 1.0]), torch.tensor([3, 8, 9, 11]), 12)
-    assert row.best == 8
-    assert HeadRow(torch.tensor([0.5, 2.0, 2.0]), None, 3).best == 1
 
 
 def test_a_head_of_a_quantised_model_with_a_head_of_its_own() -> None:

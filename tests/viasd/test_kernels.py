@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from viasd.attention import Segment, visible
 from viasd.errors import UnsupportedModelError
 from viasd.heads import LightHeads
-from viasd.kernels import build
+from viasd.kernels import build, native
 from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, multiplied, run_layers
 from viasd.layered import LayeredModel
 from viasd.lean import LayerProducts, LeanLayer, linear_groups
@@ -77,7 +78,7 @@ def rows(model: LayeredModel, pieces: list[int], layers=None, parts=None) -> tor
             hidden, _ = model.run(
                 model.embed(IDS[start : start + n]), layers or range(model.n_layers), step, parts=parts
             )
-            out.append(model.readout(hidden))
+            out.append(model.readout(hidden, steady=True))
             start += n
     return torch.cat(out)
 
@@ -103,9 +104,10 @@ def test_logits_are_those_of_the_models_own_forward(family: str, shape: dict[str
 def test_a_row_is_the_same_bits_whatever_travels_with_it(family, shape, dtype, threads) -> None:
     model = load_layered(model_of(family, dtype=dtype, **shape), layers="native")
     alone = rows(model, [1] * len(IDS))
+    whole = [[len(IDS)]] if model._most > MOST_TOKENS else []  # where the kernels multiply many rows too
     for count in (1, 2, 3):
         threads(count)
-        for pieces in ([10, 1, 5, MOST_TOKENS, 7, 2, 3, 10], [20, 17, 3, 30]):
+        for pieces in ([10, 1, 5, MOST_TOKENS, 7, 2, 3, 10], [20, 17, 3, 30], *whole):
             assert torch.equal(rows(model, pieces), alone), (count, pieces)
 
 
@@ -187,7 +189,9 @@ def test_sequences_packed_into_one_pass_are_as_alone() -> None:
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_sequence_is_the_same_bits_whatever_shares_its_pass(shape, dtype, threads) -> None:
+@pytest.mark.parametrize("rows_a_call", [7, native._MOST_ROWS])
+def test_a_sequence_is_the_same_bits_whatever_shares_its_pass(rows_a_call, shape, dtype, threads, monkeypatch) -> None:
+    monkeypatch.setattr(native, "_MOST_ROWS", rows_a_call)
     model = load_layered(model_of("gemma3", dtype=dtype, **shape), layers="native")
     long = MOST_TOKENS + 9
     # Prompts too long for the kernels lie between blocks of all sizes, which together are more than one may have alone.
@@ -233,6 +237,21 @@ def test_a_token_that_is_no_number_spoils_itself_and_what_follows_but_nothing_be
 
         assert torch.equal(logits(9)[:5], logits(5))
         assert logits(9)[5:].isnan().any(dim=-1).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("most", [MOST_TOKENS, sys.maxsize])
+def test_a_prompt_is_run_by_whom_its_length_and_this_machine_say(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_layered(model_of("llama", dtype=torch.bfloat16), layers="native")
+    for layer in model._lean:
+        monkeypatch.setattr(layer, "most", most)
+    by_torch: list[int] = []
+    for layer in model._lean:
+        monkeypatch.setattr(layer.lean, "_mlp", lambda rows, own=layer.lean._mlp: by_torch.append(1) or own(rows))
+    rows(model, [MOST_TOKENS, 1])
+    assert not by_torch
+    rows(model, [MOST_TOKENS + 1])
+    assert len(by_torch) == (0 if most > MOST_TOKENS else model.n_layers)
 
 
 @needs_kernels
@@ -325,10 +344,11 @@ def test_a_head_inside_the_target_says_the_same_bits_of_a_row_whatever_travels_w
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
-def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [5, 8, 75])
+def test_products_are_those_of_the_weights_that_codes_stand_for(size: int, kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    weight, x = torch.randn(75, 96).to(dtype), torch.randn(17, 96).to(dtype)
-    bias = torch.randn(75).to(dtype)
+    weight, x = torch.randn(size, 96).to(dtype), torch.randn(17, 96).to(dtype)
+    bias = torch.randn(size).to(dtype)
     library = build.load()
     if kind == "int8":
         codes, scale = int8_codes(weight)
@@ -347,8 +367,8 @@ def test_products_are_those_of_the_weights_that_codes_stand_for(kind: str, dtype
     got = run(x)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=5e-3 if dtype.itemsize == 2 else 1e-5)
-    assert got.shape == (17, 75)
-    for n in (1, 2, 5, 16):
+    assert got.shape == (17, size)
+    for n in (1, 2, 3, 4, 5, 6, 7, 8, 15, 16):
         assert torch.equal(run(x[:n]), got[:n])
 
 

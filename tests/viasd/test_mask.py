@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from viasd.errors import MaskError
 from viasd.mask import LayerMask, ModelIdentity
 from viasd.probe import load_layered
 from viasd.routes import Route
+from viasd.stitch import Stitch
+from viasd.stitches import Stitches
 from viasd.testing import tiny_model
 
 
@@ -153,3 +157,22 @@ def test_thinned_routes_are_sub_routes_of_the_size_asked_for(mask: float, skip: 
         assert len(thin.layers) == min(len(route.layers), max(2, n - round(skip * n)))
         assert thin.keep[0]
         assert thin.keep[-1]
+
+
+def test_the_digest_tells_masks_apart_by_layers_head_and_stitches() -> None:
+    pair = pair_of("llama")
+    mask = LayerMask.even(pair.target.n_layers, 0.3)
+    target = ModelIdentity.of(pair.target, "tiny")
+    gap = mask.route.gaps[0][1]
+
+    def stitched(shift: float) -> LayerMask:
+        stitch = Stitch((torch.zeros(32, 32),), torch.full((32,), shift))
+        return replace(mask, stitches=Stitches({gap: stitch}, target, mask.keep))
+
+    prefix = LayerMask.first(8, 3)
+    ended = [replace(prefix, head=SimpleNamespace(key=key)) for key in ("a", "b")]
+    other = LayerMask.even(pair.target.n_layers, 0.5)
+    masks = (mask, other, stitched(0.0), stitched(1.0), prefix, *ended)
+    assert len({m.digest for m in masks}) == len(masks)
+    assert stitched(1.0).digest == stitched(1.0).digest
+    assert replace(mask, name="another", details={"seed": 1}).digest == mask.digest

@@ -28,7 +28,7 @@ from viasd.files import cache_folder, make_folder, process_lock, sha256_of, why,
 SOURCE = Path(__file__).with_name("decode.cpp")
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtti", "-Wno-psabi")
-_FUNCTIONS = ("viasd_layers", "viasd_product", "viasd_readout", "viasd_expand")
+_FUNCTIONS = ("viasd_layers", "viasd_product", "viasd_readout", "viasd_expand", "viasd_many")
 _TIMEOUT = 300  # seconds; compiling takes four
 _LOCK = threading.Lock()
 # The library, or why there is none: asked once a process, because a failure takes the compiler's time too.

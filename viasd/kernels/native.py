@@ -2,13 +2,14 @@
 
 A row's result does not depend on how many rows travel together. So a verifier pass over a block says bit for bit what
 one-token passes would have said, and lossless decoding equals plain decoding token for token in bf16 as well, as long as
-no sequence has more than `MOST_TOKENS` tokens in a pass. How many sequences share the pass does not matter.
+no sequence has more than `NativeLayer.most` tokens in a pass. How many sequences share the pass does not matter.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from typing import Any
 
@@ -22,9 +23,14 @@ from viasd.lean import LeanLayer, Norm
 from viasd.products import Matrix, Product, padded
 from viasd.rotary import Rotation
 
-#: A sequence's pass of more tokens runs through torch: from here on computing takes longer than reading the weights. Which
-#: of the two it is must not depend on the other sequences in the pass, so their tokens do not count.
+#: A sequence's pass of more tokens runs through torch, where the kernels do not know how to multiply many rows: from here on
+#: computing takes longer than reading the weights. Which of the two it is must not depend on the other sequences in the
+#: pass, so their tokens do not count.
 MOST_TOKENS = 32
+# Rows of one call, so that what goes into a product stays in a thread's cache.
+_MOST_ROWS = 128
+# Every thread norms all rows for itself. With more threads than this a long prompt would be about nothing else.
+_MOST_THREADS = 16
 
 _MOST_DIM = 512  # as in decode.cpp
 _KINDS = {"int8": 2, "int4": 3}
@@ -91,6 +97,9 @@ class NativeLayer:
         lean: The layer, without a `layer_obstacle`. It runs what the kernel does not: longer passes, and passes that are
             differentiated.
         kernels: The compiled kernels (`build.load`).
+
+    Attributes:
+        most: Tokens of a sequence that the kernels run in one pass.
     """
 
     def __init__(self, lean: LeanLayer, kernels: ctypes.CDLL) -> None:
@@ -120,6 +129,9 @@ class NativeLayer:
         #: What a pass stores of one token: shape and dtype for a cache that has nothing yet.
         self.stored = torch.empty(lean.kv_heads, 1, lean.head_dim, dtype=self.dtype)
         self.address = ctypes.addressof(self._layer)
+        self.most = MOST_TOKENS
+        if kernels.viasd_many() and torch.get_num_threads() <= _MOST_THREADS and all(map(_in_columns, made)):
+            self.most = sys.maxsize
 
     @property
     def form(self) -> str:
@@ -138,7 +150,7 @@ class NativeLayer:
         ordinary = type(step) is Step and step.kernel == "sdpa"
         if not ordinary or hidden.dtype != self.dtype or hidden.requires_grad:
             return False
-        return hidden.shape[1] <= MOST_TOKENS or max(segment.length for segment in step.segments) <= MOST_TOKENS
+        return hidden.shape[1] <= MOST_TOKENS or max(segment.length for segment in step.segments) <= self.most
 
     def __call__(self, hidden: Tensor, rotation: Rotation, step: Step, part: str | None = None) -> Tensor:
         """See `LeanLayer`."""
@@ -190,21 +202,43 @@ def run_layers(
     distinct = {id(rotation): rotation for rotation in rotations}
     tables = {key: (rotation.cos.data_ptr(), rotation.sin.data_ptr()) for key, rotation in distinct.items()}
     angles = np.array([tables[id(rotation)] for rotation in rotations]).T.copy()
-    call = _Call(
-        called.ctypes.data,
-        entered.data_ptr(),
-        out.data_ptr(),
-        angles[0].ctypes.data,
-        angles[1].ctypes.data,
-        segments.ctypes.data,
-        len(layers),
-        len(step.segments),
-        hidden.shape[1],
-        torch.get_num_threads(),
-        _PARTS[part],
-    )
-    _check(layers[0].kernels.viasd_layers(byref(call)))
+    row = entered.stride(1) * entered.element_size()
+    angle = np.array([rotation.cos.stride(0) * rotation.cos.element_size() for rotation in rotations])
+    # Later rows of a sequence see what earlier ones stored, and nothing the other way round.
+    for first, some in _cut(segments, hidden.shape[1]):
+        call = _Call(
+            called.ctypes.data,
+            entered.data_ptr() + first * row,
+            out.data_ptr() + first * row,
+            angles[0].ctypes.data,
+            angles[1].ctypes.data,
+            some.ctypes.data,
+            len(layers),
+            some.shape[1],
+            int(some[0, :, 4].sum()),
+            torch.get_num_threads(),
+            _PARTS[part],
+        )
+        _check(layers[0].kernels.viasd_layers(byref(call)))
+        angles += angle * call.rows
     return out
+
+
+def _cut(segments: np.ndarray, rows: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Segments ``[layers, n, 5]`` as calls of at most `_MOST_ROWS` rows: the first row of each, and its segments."""
+    if rows <= _MOST_ROWS:
+        yield 0, segments
+        return
+    ends = segments[0, :, 4].cumsum()
+    starts = ends - segments[0, :, 4]
+    for first in range(0, rows, _MOST_ROWS):
+        end = min(first + _MOST_ROWS, rows)
+        inside = (ends > first) & (starts < end)
+        some = np.ascontiguousarray(segments[:, inside])
+        skipped = np.maximum(first - starts[inside], 0)
+        some[:, :, 3] += skipped
+        some[:, :, 4] = np.minimum(ends[inside], end) - starts[inside] - skipped
+        yield first, some
 
 
 class NativeReadout:
@@ -293,26 +327,36 @@ class NativeProduct:
     Args:
         product: Of one matrix, without a `product_obstacle`.
         kernels: The compiled kernels (`build.load`).
+
+    Attributes:
+        product: The product.
     """
 
     def __init__(self, product: Product, kernels: ctypes.CDLL) -> None:
         (self._matrix,) = product.matrices
-        self._product = product
+        self.product = product
+        self._dtype = _dtype_of(self._matrix)
+        self._known = _described(self._matrix)
         self._kernels = kernels
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Rows ``[n, k]`` -> ``[n, o]``."""
-        if rows.shape[0] > MOST_TOKENS or rows.requires_grad or rows.dtype != _dtype_of(self._matrix):
-            return self._product(padded(rows, self._product))[: rows.shape[0]]
-        return multiplied(rows, self._matrix, self._kernels)
+    def __call__(self, rows: Tensor, steady: bool = False) -> Tensor:
+        """Rows ``[n, k]`` -> ``[n, o]``. With `steady` no number of rows is too large for the kernel."""
+        many = rows.shape[0] > MOST_TOKENS and not steady
+        if many or rows.requires_grad or rows.dtype != self._dtype:
+            return self.product(padded(rows, self.product))[: rows.shape[0]]
+        return _times(rows, self._known, self._kernels)
 
 
 def multiplied(rows: Tensor, matrix: Matrix, kernels: ctypes.CDLL) -> Tensor:
     """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
+    return _times(rows, _described(matrix), kernels)
+
+
+def _times(rows: Tensor, matrix: _Matrix, kernels: ctypes.CDLL) -> Tensor:
     rows = rows.contiguous()
-    out = rows.new_empty(rows.shape[0], matrix.weight.shape[0])
+    out = rows.new_empty(rows.shape[0], matrix.rows)
     threads = torch.get_num_threads()
-    call = _Product(_described(matrix), rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
+    call = _Product(matrix, rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
     _check(kernels.viasd_product(byref(call)))
     return out
 
@@ -353,6 +397,13 @@ def _activations(products: Sequence[Product]) -> torch.dtype:
 def _dtype_of(matrix: Matrix) -> torch.dtype:
     """Of the rows that it takes."""
     return matrix.weight.dtype if matrix.scale is None else matrix.scale.dtype
+
+
+def _in_columns(product: Product) -> bool:
+    """Whether decode.cpp multiplies many rows by it side by side."""
+    return all(
+        m.kind == "dense" and m.weight.dtype == torch.bfloat16 and m.weight.shape[1] % 32 == 0 for m in product.matrices
+    )
 
 
 def _halves(matrices: Sequence[Matrix], inner: int) -> tuple[Matrix, Matrix]:

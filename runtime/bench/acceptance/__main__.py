@@ -134,7 +134,6 @@ def _measure(
     """Drafts until there are enough, then every figure."""
     from viasd.runtime.bench.acceptance.drafts import DraftFile
     from viasd.runtime.bench.acceptance.scoring import score
-    from viasd.runtime.bench.methods import mask_hash
     from viasd.runtime.bench.provenance import environment, provenance
     from viasd.shipped import resolve_mask
 
@@ -147,7 +146,7 @@ def _measure(
         **environment(pair),
         "pair": pair.name,
         "drafter": pair.drafter_kind if mask is None else f"self by mask {mask.name}",
-        "mask": None if mask is None else mask_hash(mask),
+        "mask": None if mask is None else mask.digest,
         "dataset": dataset.name,
         "sha256": dataset.sha256,
         **{n: getattr(args, n) for n in ("limit", "gamma", "max_new_tokens", "temperatures", "seed", "ignore_eos")},

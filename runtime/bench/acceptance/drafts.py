@@ -101,7 +101,9 @@ def labelled_drafts(
                 parts.append(
                     {
                         "position": place,
-                        **measure_rows(torch.stack(draft.logits[:judged]), draft.tokens[:judged], request.temperature),
+                        **measure_rows(
+                            torch.stack(list(draft.logits[:judged])), draft.tokens[:judged], request.temperature
+                        ),
                         "kept": (place < verdict.accepted).astype(float),
                         "overlap": np.array(overlaps(draft.rows, q, judged)),
                         "prompt": np.full(judged, request.number),

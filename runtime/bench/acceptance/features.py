@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from viasd.estimator import LOGIT_LIMIT, Array, EstimatorConfig, logit_of_max
+from viasd.runtime.adaptive.edges import MEMORY
 
 #: What is kept of every drafted token; the nine features are functions of these four.
 MEASURED = ("logit_max", "margin", "entropy", "log_p_token")
 _TINY = 1e-300
 # Features of other scales than a logit's need other limits than the shipped estimator's.
-_WIDE = EstimatorConfig(slope_cap=60.0, intercept_cap=60.0)
-_SHIPPED = EstimatorConfig()
+_WIDE = EstimatorConfig(slope_cap=60.0, intercept_cap=60.0, memory=MEMORY)
+_SHIPPED = EstimatorConfig(memory=MEMORY)
 
 
 @dataclass(frozen=True)

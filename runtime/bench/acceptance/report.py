@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,8 +48,8 @@ def markdown(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _figure(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def plot(summary: Mapping[str, Any], path: str) -> None:

@@ -58,12 +58,15 @@ def run_online(feature: Feature, columns: Mapping[str, Array], labels: str) -> O
     return Online(predicted, course)
 
 
-def auc(score: Array, kept: Array) -> float:
-    """Area under the ROC curve: the chance that a kept token has the higher score, ties counting half; NaN without both."""
+def auc(score: Array, kept: Array) -> float | None:
+    """Area under the ROC curve: the chance that a kept token has the higher score, ties counting half.
+
+    None where all drafts were kept or none was: there is nothing to tell apart then.
+    """
     positives = kept.sum()
     negatives = len(kept) - positives
     if not positives or not negatives:
-        return float("nan")
+        return None
     _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return float((ranks[kept > 0.5].sum() - positives * (positives + 1) / 2) / (positives * negatives))

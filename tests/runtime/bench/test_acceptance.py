@@ -118,7 +118,7 @@ def test_figures_by_hand() -> None:
     kept = np.array([1.0, 0.0, 1.0, 1.0])
     assert auc(np.array([0.9, 0.1, 0.8, 0.05]), kept) == pytest.approx(2 / 3)
     assert auc(np.array([0.5, 0.5, 0.5, 0.5]), kept) == 0.5
-    assert math.isnan(auc(np.array([0.5]), np.array([1.0])))
+    assert auc(np.array([0.5]), np.array([1.0])) is None
     assert log_loss(np.array([0.5, 0.5]), np.array([1.0, 0.0])) == pytest.approx(math.log(2))
     assert math.isfinite(log_loss(np.array([1.0]), np.array([0.0])))
     bins = reliability(np.array([0.95, 1.0, 0.05]), np.array([1.0, 0.0, 0.0]))
@@ -260,6 +260,18 @@ def test_the_command_measures_continues_and_reports(tmp_path: Path, capsys: pyte
     assert run(tmp_path, "--drafts", "60") == 0
     once = dict(np.load(tmp_path / "drafts.npz"))
     assert all(np.array_equal(whole[name], once[name]) for name in COLUMNS)
+
+
+def test_drafts_that_were_all_kept_are_reported_without_an_auc(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "figures.json"
+    assert run(tmp_path, "--drafts", "20", "--mask", "even:0", "--temperatures", "0", "--json", str(figures)) == 0
+    scores = json.loads(figures.read_text())["scores"]
+    assert scores["kept"] == 1
+    assert all(f["auc"] is None and f["log_loss"] is not None for f in scores["features"].values())
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert all(row[1] == "-" for row in rows if row[0][2:] in scores["features"])
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:

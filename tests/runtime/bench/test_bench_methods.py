@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny import hf_greedy, model_of, pair_of, prompt_ids, tokenizer
 
 import viasd
 from viasd.errors import MaskError, OptionError
-from viasd.identity import ModelIdentity
 from viasd.mask import LayerMask
 from viasd.probe import load_layered
 from viasd.runtime import assembly
@@ -19,14 +17,12 @@ from viasd.runtime.bench.config import BenchConfig
 from viasd.runtime.bench.costs import bytes_per_token
 from viasd.runtime.bench.dataset import Dataset, Item
 from viasd.runtime.bench.grid import Grid, make_grid, random_mask
-from viasd.runtime.bench.methods import Answer, MethodSpec, mask_hash
+from viasd.runtime.bench.methods import Answer, MethodSpec
 from viasd.runtime.bench.peers import Peer
 from viasd.runtime.bench.records import ResultFile
 from viasd.runtime.bench.report import _exit_lines
 from viasd.runtime.bench.run import Bench
 from viasd.runtime.bench.summary import figures_by_method
-from viasd.stitch import Stitch
-from viasd.stitches import Stitches
 from viasd.testing import tiny_model
 
 CONFIG = BenchConfig(max_new_tokens=20, ignore_eos=True)
@@ -237,17 +233,3 @@ def _both(decoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_what_needs_heads_asks_for_them(what: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="--heads"):
         BenchConfig(**what)
-
-
-def test_masks_that_differ_in_their_stitches_alone_are_told_apart() -> None:
-    pair = pair_of("llama")
-    mask = LayerMask.even(pair.target.n_layers, 0.3)
-    target = ModelIdentity.of(pair.target, "tiny")
-    gap = mask.route.gaps[0][1]
-
-    def stitched(shift: float) -> LayerMask:
-        stitch = Stitch((torch.zeros(32, 32),), torch.full((32,), shift))
-        return replace(mask, stitches=Stitches({gap: stitch}, target, mask.keep))
-
-    assert len({mask_hash(m) for m in (mask, stitched(0.0), stitched(1.0))}) == 3
-    assert mask_hash(stitched(1.0)) == mask_hash(stitched(1.0))

@@ -8,8 +8,11 @@ import pytest
 from tiny import pair_of
 
 import viasd.load
+from viasd.runtime.adaptive.costs import BatchCosts
 from viasd.runtime.bench import concurrency
 from viasd.runtime.bench.concurrency import main, measure, method_options, table
+from viasd.runtime.engine import Engine
+from viasd.runtime.engine import adaptive as adaptive_policy
 
 FAST = ("--seconds", "0.05", "--repeats", "2", "--concurrency", "1,3", "--tokens", "3,6", "--limit", "1")
 TWO = ("--method", "plain", "--method", "sd:gamma=3,draft_length=fixed")
@@ -34,6 +37,25 @@ def test_an_engine_is_kept_full_while_it_is_measured() -> None:
     assert found["tokens"] >= 3 * found["steps"] * 0.8  # every place says something in nearly every step
     assert found["kept"] <= found["gated"] <= found["drafted"]
     assert found["rounds"] <= found["emitted"]
+
+
+def test_sampling_is_steered_where_adaptive_verification_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    steep = BatchCosts(3, 16, {n: 1.0 + n for n in range(1, 40)}, {}, {1: 0.05})
+    monkeypatch.setattr(adaptive_policy, "batch_costs", lambda *_: steep)
+    seeds: list[Any] = []
+    add = Engine.add
+    monkeypatch.setattr(Engine, "add", lambda self, *a, **o: seeds.append(o.get("seed")) or add(self, *a, **o))
+    lengths = {}
+    for adaptive in ("off", "auto"):
+        options = {"strategy": "sd", "gamma": 4, "draft_length": "fixed", "temperature": 1.0, "adaptive": adaptive}
+        found = measure(
+            pair_of("llama", "model", noise=0.1), options, 3, ["one", "two", "three"], tokens=(12, 20), seconds=0.5
+        )
+        assert len(seeds) >= 3
+        assert all((seed is None) == (adaptive == "auto") for seed in seeds)
+        seeds.clear()
+        lengths[adaptive] = found["drafted"] / found["rounds"]
+    assert lengths["auto"] < 0.8 * lengths["off"]
 
 
 def test_measurements_are_written_and_continued(

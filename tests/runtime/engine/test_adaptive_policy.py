@@ -48,6 +48,7 @@ class SteppedTable(ModelLine):
 
     def __init__(self, p: Any) -> None:
         self.name = "table"
+        self.stop = None
         self._p = p
         self._run: list[int] = []
 
@@ -60,6 +61,11 @@ class SteppedTable(ModelLine):
     def rows(self, tokens: Sequence[int], n: int) -> torch.Tensor:
         self._run += tokens
         return self._p(tuple(self._run))[None]
+
+    def begin(self, tokens: Sequence[int]) -> int:
+        return len(tokens) - 1
+
+    def keep(self, length: int) -> None: ...
 
     def line(self, tokens: Sequence[int]) -> Any: ...
 

@@ -135,7 +135,7 @@ def test_a_prompt_rides_along_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_drafters_prompt_goes_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    import viasd.runtime.drafters.base as drafters
+    import viasd.runtime.drafters.line as drafters
 
     pair = pair_of("llama", "model")
     request = {"prompt": LONG, "strategy": "sd", "draft_length": "fixed", "temperature": 0.8, "seed": 4}
@@ -246,6 +246,20 @@ def test_an_error_in_one_request_is_that_requests_alone(strategy: str, after: in
     for number, request in zip(numbers, todo, strict=True):
         assert same(engine.results[number], alone(pair, request, MASK))
     assert engine.budget.reserved == 0
+
+
+def test_without_isolation_an_exception_leaves_the_engine_as_it_is() -> None:
+    pair = pair_of("llama", "model")
+    engine = Engine(pair, mask=MASK, isolated=False)
+    numbers = [engine.add(**request) for request in requests(3, ignore_eos=True)]
+    numbers.append(engine.add(prompt_ids(), processors=[Failing(4)], max_new_tokens=60, ignore_eos=True))
+    with pytest.raises(ValueError, match="no more") as raised:
+        for _ in engine.stream():
+            pass
+    assert raised.traceback[-1].name == "__call__"
+    assert (engine.busy, engine.budget.reserved) == (True, 0)  # it has yet to tell of these ends
+    assert {event.request for event in engine.step()} == set(numbers)
+    assert {engine.results[n].finish_reason for n in numbers} <= {"interrupted", "length"}
 
 
 def test_a_pass_that_fails_for_one_sequence_is_run_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -69,6 +70,19 @@ def test_every_request_reads_out_as_it_does_alone(family: str, temperature: floa
         assert layers[number] == result.selected_layers
     moved = [engine.results[number].stats.readout.moved for number in numbers]
     assert sum(count > 0 for count in moved) >= 6  # else this would say little
+
+
+def test_every_line_of_the_log_names_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(pair_of("llama", "lookup"), mask=None)
+    for i, name in enumerate((None, "mine", None)):
+        prompt, options = prompt_ids(f"prompt {i}"), {"strategy": "plain", "ignore_eos": True, **ANY}
+        engine.add(prompt, name=name, max_new_tokens=6 + 3 * i, readout_log=3, **options)
+    with caplog.at_level(logging.INFO, logger="viasd.readout"):
+        for _ in engine.stream():
+            pass
+    told = [record.getMessage().partition(": readout of the full verifier: step ") for record in caplog.records]
+    assert [(name, rest.split(",")[0]) for name, _, rest in told if name == "mine"] == [("mine", n) for n in "369"]
+    assert sorted(name for name, _, _ in told) == ["mine"] * 3 + ["request 0"] * 2 + ["request 2"] * 4
 
 
 def test_the_head_is_read_for_all_sequences_together(monkeypatch: pytest.MonkeyPatch) -> None:

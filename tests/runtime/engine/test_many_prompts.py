@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,17 @@ from tiny import pair_of, prompt_ids
 
 import viasd
 import viasd.load
+from viasd.confident import ConfidentConfig
 from viasd.errors import OptionError
+from viasd.identity import ModelIdentity
+from viasd.mask import LayerMask
 from viasd.pair import Pair, make_pair
 from viasd.runtime import cli
 from viasd.runtime.engine import Engine
 from viasd.runtime.promptfile import RESULT_KEYS
+from viasd.runtime.readouts import recorded
+from viasd.stitch import Stitch
+from viasd.stitches import Stitches
 from viasd.testing import byte_tokenizer, tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
@@ -142,7 +149,8 @@ def test_a_file_of_prompts_reads_out_as_it_is_told(run: Run, prompts: str, pair:
         alone = viasd.generate(pair, line["prompt"], mask=None, readout="trough", **{"max_new_tokens": 9, **options})
         assert (answer["token_ids"], answer["selected_layers"]) == (alone.token_ids, alone.selected_layers)
         assert answer["target"] == alone.target
-    assert "readout of the full verifier: step 3" in " ".join(err.split())
+    for number in range(1, len(TEXTS) + 1):
+        assert f"line {number}: readout of the full verifier: step 3" in " ".join(err.split())
 
 
 def test_messages_go_through_the_template_and_prompts_as_messages_where_it_is_used(
@@ -342,6 +350,30 @@ def test_other_settings_are_no_continuation(run: Run, prompts: str, tmp_path: Pa
     path = str(tmp_path / "out.jsonl")
     assert run("--prompts", prompts, "--output", path)[0] == 0
     assert "other prompts or settings" in run("--prompts", prompts, "--output", path, "--temperature", "0.5")[2]
+
+
+@pytest.mark.parametrize("changed", ["guard", "readout", "stitches", "quantization", "weights", "nothing"])
+def test_answers_of_another_mask_or_other_weights_are_no_continuation(
+    changed: str, run: Run, prompts: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = LayerMask.even(pair.target.n_layers, 0.25)
+    target = ModelIdentity.of(pair.target, "tiny-target")
+    stitch = Stitch((torch.zeros(32, 32),), torch.zeros(32))
+    others = {
+        "guard": replace(mask, details={"guard": {"slope": 1.0}}),
+        "readout": replace(mask, details=recorded(ConfidentConfig("trough", 1.0, 2))),
+        "stitches": replace(mask, stitches=Stitches({mask.route.gaps[0][1]: stitch}, target, mask.keep)),
+    }
+    path, file = str(tmp_path / "out.jsonl"), str(tmp_path / "mask.json")
+    argv = ["--prompts", prompts, "--output", path, "--mask", file, "--tiers", "3", "--lossless"]
+    mask.save(file)
+    assert run(*argv)[0] == 0
+    others.get(changed, mask).save(file)
+    if changed == "weights":
+        monkeypatch.setattr(viasd.load, "load_pair", lambda *_, **__: replace(pair, source="packaged"))
+    code, _, err = run(*argv, *(["--quantization", "int8"] if changed == "quantization" else []))
+    assert ("other prompts or settings" in err) == (changed != "nothing")
+    assert code == (0 if changed == "nothing" else 2)
 
 
 def test_lossy_answers_are_never_silent(run: Run, prompts: str) -> None:

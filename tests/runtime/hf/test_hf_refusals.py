@@ -127,7 +127,7 @@ def test_an_encoder() -> None:
         ({"max_time": 9.0, "eos_token_id": None}, "without eos_token_id"),
     ],
 )
-def test_what_rows_decoded_alone_can_not_have(options: dict[str, Any], message: str) -> None:
+def test_what_rows_at_a_pace_of_their_own_can_not_have(options: dict[str, Any], message: str) -> None:
     model = viasd.testing.tiny_model("llama")
     model.generation_config.eos_token_id = None
     options = {"eos_token_id": 2, **options}
@@ -217,3 +217,15 @@ def test_lossless_is_the_default_and_a_lossy_mode_warns_once() -> None:
         call(viasd_mode="bounded", viasd_options={"alpha": 0.2})
     with pytest.warns(viasd.hf.LossyWarning, match="strategy's own"):
         call(viasd_strategy="slim", viasd_mask="even:0.3")
+
+
+def test_another_target_than_the_models_own_is_said_as_a_warning() -> None:
+    trough = {"readout": "trough"}
+    with pytest.warns(viasd.hf.LossyWarning, match=r"^viasd.hf.generate: lossless: .*not the model's own") as told:
+        assert isinstance(call(viasd_options=trough), torch.Tensor)
+    assert len([t for t in told if t.category is viasd.hf.LossyWarning]) == 1
+    with pytest.warns(viasd.hf.LossyWarning, match=r"LOSSY \(bounded\).*not the model's own readout"):
+        call(viasd_mode="bounded", viasd_options={"alpha": 0.2, **trough})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a proposal of another kind changes no target
+        call(viasd_mask="even:0.3", viasd_options={**trough, "readout_tier": "slim"})

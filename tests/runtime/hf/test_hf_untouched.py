@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import Recorder, both, inputs
+from inside import Recorder, both, inputs, state
 
 import viasd
 from viasd.errors import OptionError, TokenizerMismatchError, UnsupportedModelError
@@ -18,23 +18,6 @@ from viasd.runtime.hf import driven
 from viasd.testing import byte_tokenizer, perturbed, tiny_model
 
 N = 30
-
-
-def state(model: Any) -> Any:
-    """Everything of a model that somebody could notice."""
-    return (
-        [(n, p.data_ptr(), p._version, p.requires_grad, p.sum().item()) for n, p in model.named_parameters()],
-        [(n, b.data_ptr(), b._version) for n, b in model.named_buffers()],
-        [
-            (n, type(m), len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
-            for n, m in model.named_modules()
-        ],
-        model.config.to_dict(),
-        model.generation_config.to_dict(),
-        {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")},
-        model.training,
-        sorted(set(vars(model)) - {driven._KEPT}),
-    )
 
 
 class Breaks(Recorder):
