@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from viasd.attention import Segment
+from viasd.attention import Segment, Step
 from viasd.heads import ExitHead
 from viasd.runtime.target import Stopwatch, TieredTarget
+from viasd.shortlist import ShortRow
 
 
 class Wave(Protocol):
@@ -52,8 +53,8 @@ class Wave(Protocol):
         """Chance, before the head here is read, that it would guess the newest token's successor; None if nothing says."""
         ...
 
-    def guess(self) -> Tensor:
-        """Raw logits ``[V]`` of the head here, for the newest token's successor."""
+    def guess(self) -> ShortRow:
+        """Raw logits of the head here, for the newest token's successor."""
         ...
 
     def wait(self) -> None:
@@ -82,6 +83,7 @@ class LayerWave:
         self._hidden: Tensor | None = None  # of the newest token and those that climb with it
         self._depth = 0
         self._newest = -1  # its position
+        self._step: Step | None = None  # of the tokens that climb, as long as none joins
 
     def begin(self, tokens: Sequence[int]) -> None:
         """See `Wave`."""
@@ -94,6 +96,7 @@ class LayerWave:
         target = self._target
         self._newest += 1
         self._depth = 0
+        self._step = None
         self._hidden = target.model.embed([token])
         target.counters.full_tokens_fed += 1
 
@@ -107,8 +110,9 @@ class LayerWave:
         hidden = self._hidden if joined is None else torch.cat([joined, self._hidden], dim=1)
         n = hidden.shape[1]
         with Stopwatch(target.counters.seconds_by_tier, "full", target.model.device):
-            step = target.model.step([Segment(target.kv, self._newest - n + 1, n)])
-            self._hidden, _ = target.model.run(hidden, range(self._depth, end), step)
+            if self._step is None or joined is not None:
+                self._step = target.model.step([Segment(target.kv, self._newest - n + 1, n)])
+            self._hidden, _ = target.model.run(hidden, range(self._depth, end), self._step)
         target.counters.early.layer_passes += end - self._depth
         self._depth = end
         return end
@@ -118,14 +122,14 @@ class LayerWave:
         assert self._hidden is not None
         return self._heads[self._depth].promise(self._hidden[:, -1:])
 
-    def guess(self) -> Tensor:
+    def guess(self) -> ShortRow:
         """See `Wave`."""
         assert self._hidden is not None
         counters = self._target.counters
         counters.drafter_calls += 1
         counters.drafter_tokens_fed += 1
         with Stopwatch(counters.seconds_by_tier, "drafter", self._target.model.device):
-            return self._heads[self._depth](self._hidden[:, -1:])[0]
+            return self._heads[self._depth].row(self._hidden[:, -1:])
 
     def wait(self) -> None:
         """See `Wave`."""

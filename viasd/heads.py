@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -26,11 +27,12 @@ from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
 from viasd.layered import LayeredModel
 from viasd.products import Dense
-from viasd.shortlist import UNKNOWN
+from viasd.shortlist import UNKNOWN, ShortRow, ShortTable
 
 SCHEMA_VERSION = 1
 LENS = "lens:"
 _META = "viasd"  # the one entry of the file's metadata, JSON
+UNIT_EPS = 1e-6  # of `unit`
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,13 +242,22 @@ class ExitHead:
         whole = logits.new_full((logits.shape[0], self._model.vocabulary), UNKNOWN)
         return whole.index_copy_(1, self._shortlist.to(logits.device), logits)
 
+    def row(self, hidden: Tensor) -> ShortRow:
+        """Raw logits of the words that this head knows, for the hidden states ``[1, 1, d]`` of one token."""
+        known = self._model.readout(hidden, self._turned)
+        words = None if self._shortlist is None else self._shortlist.to(known.device)
+        return ShortRow(ShortTable(known, words, self._model.vocabulary), 0)
+
     def promise(self, hidden: Tensor) -> float | None:
         """Chance that this head would be right at hidden states ``[1, 1, d]``, by the probe alone; None without one."""
         if self._probe is None:
             return None
         weights, bias = self._probe
-        # The probe reads the state at unit root mean square, so that it needs no norm of the model's.
-        return float(torch.sigmoid(unit(hidden[0, -1].float()) @ weights + bias))
+        # The probe reads the state at unit root mean square, so that it needs no norm of the model's. This is `unit` in a
+        # few small products: it is asked at every exit, and overhead is all it costs.
+        state = hidden[0, -1].float()
+        scale = (float(state @ state) / state.shape[0] + UNIT_EPS) ** -0.5
+        return 0.5 + 0.5 * math.tanh(0.5 * (float(state @ weights) * scale + bias))  # a sigmoid that never overflows
 
     def _turned(self, normed: Tensor) -> Tensor:
         return self._head(normed if self._turn is None else self._turn(normed))
@@ -254,7 +265,7 @@ class ExitHead:
 
 def unit(rows: Tensor) -> Tensor:
     """Rows ``[..., d]`` scaled to a root mean square of 1."""
-    return rows * torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
+    return rows * torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True) + UNIT_EPS)
 
 
 def parse_exits(text: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from viasd.draws import Draws
 from viasd.rows import Row, Rows
 from viasd.runtime.drafters.base import Draft, PasslessDrafter
 from viasd.sampling import Ahead
+from viasd.shortlist import ShortRow
 
 VOCABULARY = 300
 _SHAPE: dict[str, Any] = {
@@ -296,9 +297,10 @@ class TableWave:
         """See `Wave`."""
         return None
 
-    def guess(self) -> Tensor:
+    def guess(self) -> ShortRow:
         """See `Wave`."""
-        return self._heads[self._depth](self._prefix)
+        row = self._heads[self._depth](self._prefix)
+        return ShortRow.of(row)
 
     def wait(self) -> None:
         """See `Wave`. Tables keep no state."""

@@ -41,6 +41,7 @@ class BenchConfig:
         ignore_eos: Go on past end-of-sequence tokens.
         check: Compare outputs with plain greedy decoding, token by token.
         baselines: Add baselines matched to the lossy methods.
+        unverified: Also measure adadecode with its guesses taken untested, an ablation of it.
 
     Raises:
         OptionError: If a name is unknown or a number out of range.
@@ -61,6 +62,7 @@ class BenchConfig:
     ignore_eos: bool = False
     check: bool = False
     baselines: bool = False
+    unverified: bool = False
 
     def __post_init__(self) -> None:
         for name, values, allowed in (
@@ -80,6 +82,8 @@ class BenchConfig:
             raise OptionError(f"strategy {needs[0]} needs light heads; add --heads FILE (viasd-fit heads trains them)")
         if self.heads is None and (needs := [m for m in self.masks if m.startswith("prefix:")]):
             raise OptionError(f"mask {needs[0]} ends in a light head; add --heads FILE (viasd-fit heads trains them)")
+        if self.unverified and not set(EXITING) & set(self.strategies):
+            raise OptionError("unverified is an ablation of adadecode, which is not measured; add it to --strategies")
         if self.warmup < 0:
             raise OptionError(f"warmup must be at least 0, but got {self.warmup}")
         if self.alpha is not None and not 0 < self.alpha < 1:

@@ -124,6 +124,10 @@ class _Maker:
             self._add("/".join(parts), OWN, options, mask)
             if strategy in EXITING:
                 self._add("/".join([*parts, "fixed"]), OWN, {**options, "exit_rule": "fixed"}, mask)
+        if strategy in EXITING and config.unverified:
+            untested = {"strategy": strategy, "verify": "off"}
+            self._add(f"{strategy}/unverified", OWN, untested, None)
+            self._add(f"{strategy}/fixed/unverified", OWN, {**untested, "exit_rule": "fixed"}, None)
 
     def _masks_of(self, strategy: str) -> Sequence[LayerMask | None]:
         """The masks a strategy runs with. `auto` does here what it would do elsewhere, so it gets no stand-in."""

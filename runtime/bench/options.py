@@ -77,6 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="add baselines matched to the lossy methods: strict sd at several gammas, lossy sd over alpha, sampling "
         "truncated at the same theta, the slim verifier alone, a random mask of the same size",
     )
+    what.add_argument(
+        "--unverified",
+        action="store_true",
+        default=None,
+        help="also adadecode with its guesses taken untested (LOSSY): what its verification costs, and is worth",
+    )
     on = parser.add_argument_group("on what")
     on.add_argument(
         "--dataset", metavar="FILE", help="JSON lines as Spec-Bench, GSM8K or HumanEval (default: built-in prompts)"
@@ -116,7 +122,7 @@ def config_from_args(args: argparse.Namespace) -> BenchConfig:
         name: value
         for name in (
             *("alpha", "heads", "max_new_tokens", "temperature", "seed", "repeats", "warmup"),
-            *("ignore_eos", "check", "baselines"),
+            *("ignore_eos", "check", "baselines", "unverified"),
         )
         if (value := getattr(args, name)) is not None
     }

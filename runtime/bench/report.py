@@ -93,6 +93,12 @@ _LOSSY = (
         _share("disagreement", 1),
     ),
     Column(
+        "as plain",
+        "(lossy methods, temperature 0) tokens of plain decoding's output that are in the same place here; behind a "
+        "first difference two texts go their own ways",
+        _share("as_plain", 1),
+    ),
+    Column(
         "log q",
         "(lossy methods) mean log-probability of the output's tokens under the target",
         _number("mean_log_q", 3),

@@ -128,6 +128,9 @@ class Bench:
             if sampling.greedy:
                 found = compare_tokens(self.pair, ids, tokens, sampling, lossless=False)
                 distance |= {"compared": found.compared, "disagreed": found.disagreed}
+                if plain is not None:
+                    same = sum(a == b for a, b in zip(tokens, plain, strict=False))
+                    distance |= {"plain": len(plain), "as_plain": same}
             return {"lossy": distance}
         if not self.config.check or plain is None or method.spec.name == YARDSTICK:
             return {}

@@ -115,6 +115,8 @@ def _lossy(records: Sequence[Record]) -> dict[str, Any]:
     compared = sum(d.get("compared", 0) for d, _ in distances)
     # Only at temperature 0 has q one token of its own to disagree with.
     figures["disagreement"] = sum(d["disagreed"] for d, _ in distances) / compared if compared else None
+    plain = sum(d.get("plain", 0) for d, _ in distances)
+    figures["as_plain"] = sum(d.get("as_plain", 0) for d, _ in distances) / plain if plain else None
     return figures
 
 

@@ -14,6 +14,7 @@ from viasd.runtime.judge import judge_block
 from viasd.runtime.strategies.base import Emission, SolitaryStrategy, Workbench
 from viasd.runtime.wave import Wave
 from viasd.sampling import Ahead
+from viasd.shortlist import ShortRow
 
 
 class AdaDecode(SolitaryStrategy):
@@ -98,9 +99,12 @@ class AdaDecode(SolitaryStrategy):
                 continue
             # A head that is read in vain must leave no trace in stateful processors.
             then = ahead.fork()
-            logits = then.next(wave.guess())
-            if rule.exits(layers, float(logit_of_max(logits, sampler.config.temperature))):
-                return then, sampler.law(logits[None])[0], layers
+            row = wave.guess()
+            if sampler.has_processors:  # they see whole rows
+                row = ShortRow.of(then.next(row.dense))
+            if rule.exits(layers, float(logit_of_max(row.known, sampler.config.temperature))):
+                law = Row(token=row.best[1]) if sampler.greedy else sampler.law(row.dense[None])[0]
+                return then, law, layers
         return None
 
     def _decided(

@@ -96,7 +96,7 @@ def write_corpus(
     provenance = {
         "target": asdict(_identity(pair)),
         TOKENIZER: fingerprint(pair.tokenizer),
-        "written": {**asdict(config), "questions": "the target's own" if questions is None else len(questions)},
+        "written": {**asdict(config), **_asked(questions)},
         "viasd": viasd.__version__,
         "made": time.strftime("%Y-%m-%d"),
     }
@@ -215,6 +215,14 @@ def _cut(corpus: Corpus, conversations: int, provenance: dict[str, Any]) -> Corp
     n = min(conversations, len(corpus))
     start = corpus.start[: n + 1]
     return Corpus(corpus.tokens[: int(start[-1])], start, corpus.answer[:n], corpus.temperature[:n], provenance)
+
+
+def _asked(questions: Sequence[str] | None) -> dict[str, Any]:
+    """What the record says of the questions: enough to know the file again."""
+    if questions is None:
+        return {"questions": "the target's own"}
+    digest = hashlib.sha256("\n".join(questions).encode()).hexdigest()
+    return {"questions": len(questions), "questions_hash": digest[:16]}
 
 
 def _identity(pair: Pair) -> ModelIdentity:

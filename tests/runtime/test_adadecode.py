@@ -20,6 +20,7 @@ from viasd.runtime.exits import CalibratedExits, FixedExits
 from viasd.runtime.metrics import Counters
 from viasd.runtime.target import TieredTarget
 from viasd.runtime.wave import LayerWave
+from viasd.shortlist import ShortRow
 from viasd.testing import FAMILIES, redundant_model, tiny_model
 
 N = 40  # with the prompt of 24: eight windows of 8
@@ -71,8 +72,8 @@ def always(monkeypatch: pytest.MonkeyPatch, rule: Any) -> None:
 def told(monkeypatch: pytest.MonkeyPatch, oracle: OraclesHeads) -> None:
     """Every head guesses what the oracle says of the position after the newest token."""
 
-    def guess(self: Any) -> torch.Tensor:
-        return oracle.logits(self._newest + 1)
+    def guess(self: Any) -> ShortRow:
+        return ShortRow.of(oracle.logits(self._newest + 1))
 
     monkeypatch.setattr("viasd.runtime.wave.LayerWave.guess", guess)
 
@@ -147,6 +148,20 @@ def test_layers_that_do_nothing_are_saved() -> None:
     assert stats.early.pending == {4: 4}
     assert stats.layers_per_token == (4 * 3 + 8) / 5
     assert stats.by_tier == {"drafter": 16, "slim": 0, "full": 4}
+
+
+def test_guesses_obey_the_requests_processors() -> None:
+    # The same lens: it is wrong only where the penalty, or what the processor forbids, is not seen by it.
+    def forbids(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        logits[:, torch.cat([ids[0, -8:], logits[0].argmax()[None]])] = -torch.inf
+        return logits
+
+    pair = viasd.make_pair(redundant_model(range(3, 8)), tokenizer())
+    heads = LightHeads((3,), shortlist=torch.arange(300))
+    options = {"processors": [forbids], "repetition_penalty": 1.3, "max_new_tokens": 20}
+    result = generate(pair, prompt_ids(), strategy="adadecode", heads=heads, exit_threshold=0.0, **options)
+    assert result.token_ids == generate(pair, prompt_ids(), strategy="plain", **options).token_ids
+    assert (sum(result.stats.early.exits.values()), result.stats.early.refused) == (16, {})
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 4])

@@ -95,7 +95,7 @@ class GatedByTheDraw(AdaDecode):
     def _climbed(self, ahead: Any) -> Any:
         wave, bench = self._wave, self._bench
         layers = wave.climb(exits=True)
-        row = bench.sampler.law(wave.guess()[None])[0]
+        row = bench.sampler.law(wave.guess().dense[None])[0]
         drawn = bench.draws.draft(row)
         if row.prob(drawn) <= self.threshold:
             return None

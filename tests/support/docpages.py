@@ -50,6 +50,7 @@ _SHORT = {
     "viasd.runtime.bench.acceptance": ("--drafts", "40", "--max-new-tokens", "6", "--limit", "1"),
     "viasd.runtime.bench.basics": ("--repeats", "1"),
     "viasd.runtime.bench.soak": ("--requests", "12"),
+    "viasd.runtime.bench.drafters": (),
     "viasd.runtime.bench.confident": (
         "--limit",
         "1",
@@ -229,7 +230,7 @@ def on_tiny_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(target=path, drafter=small(drafter or "lookup"), config=chosen, **rest)
 
     monkeypatch.setattr(viasd.load, "load_pair", load_pair)
-    for module in ("soak", "basics", "confident"):
+    for module in ("soak", "basics", "confident", "drafters"):
         monkeypatch.setattr(f"viasd.runtime.bench.{module}.load_pair", load_pair)
     monkeypatch.setattr(
         viasd.loading,

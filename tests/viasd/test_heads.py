@@ -13,6 +13,7 @@ import torch
 
 from viasd.attention import Segment
 from viasd.errors import HeadsError, OptionError
+from viasd.estimator import logit_of_max
 from viasd.heads import LightHeads
 from viasd.layered import LayeredModel
 from viasd.mask import ModelIdentity
@@ -78,6 +79,19 @@ def test_a_shortlist_cuts_the_row_and_changes_nothing_else() -> None:
     assert bool((short.softmax(-1)[:, ~known] == 0).all())
 
 
+def test_what_is_read_off_the_known_words_is_what_the_whole_row_says() -> None:
+    model = load_layered(tiny_model("gemma2"))
+    with torch.inference_mode():
+        for heads in (made(), made(shortlist=None)):
+            head = heads.bind(model)[5]
+            for i in range(len(IDS)):
+                state = states(model, (5,))[5][:, i : i + 1]
+                row, whole = head.row(state), head(state)[0]
+                assert torch.equal(row.dense, whole)
+                assert row.best[1] == int(whole.argmax())
+                assert float(logit_of_max(row.known)) == pytest.approx(float(logit_of_max(whole)), rel=1e-5)
+
+
 def test_a_head_of_a_quantised_model_with_a_head_of_its_own() -> None:
     model = load_layered(tiny_model("llama", tie_word_embeddings=False), quantization="int8")
     found = states(model, (5,))[5]
@@ -98,6 +112,9 @@ def test_a_probe_reads_the_state_alone() -> None:
         expected = torch.sigmoid(unit @ heads.probes[0, :-1] + heads.probes[0, -1])
         assert heads.bind(model)[2].promise(found[2]) == pytest.approx(float(expected), rel=1e-5)
         assert LightHeads.lens((2,)).bind(model)[2].promise(found[2]) is None
+        for bias, chance in ((-1e4, 0.0), (1e4, 1.0)):  # beyond what exp can take
+            extreme = made(probes=torch.cat([torch.zeros(2, 32), torch.full((2, 1), bias)], dim=1))
+            assert extreme.bind(model)[2].promise(found[2]) == chance
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from viasd.attention import Segment, visible
 from viasd.errors import UnsupportedModelError
+from viasd.heads import LightHeads
 from viasd.kernels import build, native
 from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, multiplied, run_layers
 from viasd.layered import LayeredModel
@@ -289,6 +290,55 @@ def test_lossless_decoding_is_plain_decoding_in_bf16_too(family: str, strategy: 
             pair, IDS[:10], mask=mask if tiers else None, strategy=strategy, gamma=gamma, **options, **tiers
         )
         assert other.token_ids == plain.token_ids
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", NATIVE)
+def test_exits_inside_the_target_change_no_token_in_bf16_either(family: str) -> None:
+    pair = make_pair(tiny_model(family, dtype=torch.bfloat16), byte_tokenizer(), layers="native")
+    options = {"max_new_tokens": 60, "ignore_eos": True}
+    plain = generate(pair, IDS[:10], strategy="plain", **options)
+    exiting = {"strategy": "adadecode", "heads": "lens:2,5,7", "exit_threshold": 0.0, **options}
+    for pending in (1, 5, 20):
+        other = generate(pair, IDS[:10], max_pending=pending, **exiting)
+        assert other.token_ids == plain.token_ids
+        assert max(other.stats.early.pending) == pending  # so tokens did travel in company
+
+
+@needs_kernels
+def test_layers_between_two_exits_run_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[int]] = []
+
+    def counted(layers: list[NativeLayer], *rest: Any) -> torch.Tensor:
+        calls.append([layer.lean.index for layer in layers])
+        return run_layers(layers, *rest)
+
+    pair = make_pair(tiny_model("llama"), byte_tokenizer(), layers="native")
+    monkeypatch.setattr("viasd.layered.run_layers", counted)
+    options = {"max_new_tokens": 6, "ignore_eos": True, "strategy": "adadecode", "heads": "lens:2,5"}
+    generate(pair, IDS[:10], exit_threshold=1.0, **options)
+    whole = list(range(8))
+    # The prompt; five tokens that may wait; one behind which there is no room for a guess.
+    assert calls == [whole, *([[0, 1], [2, 3, 4], [5, 6, 7]] * 5), whole]
+    calls.clear()
+    generate(pair, IDS[:10], max_pending=0, **options)
+    assert calls == [whole] * 7
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("words", [None, torch.arange(1, 300, 2)])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second changes its logits after the head
+def test_a_head_inside_the_target_says_the_same_bits_of_a_row_whatever_travels_with_it(family, words, dtype) -> None:
+    model = load_layered(model_of(family, dtype=dtype, hidden_size=96), layers="native")
+    turns = torch.randn(1, 96, 96, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        states, _ = model.run(model.embed(IDS), range(2), model.step([Segment(model.new_kv(), 0, len(IDS))]))
+        for transforms in (turns, None):
+            head = LightHeads((2,), transforms, words).bind(model)[2]
+            alone = torch.cat([head(states[:, i : i + 1]) for i in range(MOST_TOKENS)])
+            assert torch.equal(head(states[:, :MOST_TOKENS]), alone)
+            assert torch.equal(head(states[:, 3:8]), alone[3:8])
 
 
 @needs_kernels

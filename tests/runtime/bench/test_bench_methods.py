@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,43 @@ def test_early_exits_and_prefixes_are_measured_with_their_heads() -> None:
     lines = _exit_lines(summary)
     assert [line.split(":")[0] for line in lines] == ["adadecode", "adadecode/fixed"]
     assert all("layers/token" in line and "; t " in line and "; u " in line for line in lines)
+
+
+def test_guesses_taken_untested_are_measured_as_what_they_are() -> None:
+    pair = pair_of("llama", "model")
+    config = BenchConfig(
+        strategies=("adadecode",),
+        peers=(),
+        heads="lens:2,5",
+        max_new_tokens=12,
+        ignore_eos=True,
+        repeats=1,
+        warmup=0,
+        unverified=True,
+    )
+    grid = make_grid(pair, config)
+    assert list(grid.methods)[3:] == ["adadecode/unverified", "adadecode/fixed/unverified"]
+    # A rule that always exits: an untrained lens is mostly wrong, and the text soon another.
+    method = grid.own[-1]
+    decoding = replace(method.config.decoding, exit_threshold=0.0)
+    method.config = replace(method.config, decoding=decoding)
+    bench = Bench(pair, config, grid, Dataset("mine", "0", (Item("t", "one", "hello hello"),)), chat=False)
+    results = ResultFile(None, {}, list(grid.methods))
+    bench.run(results)
+    figures = figures_by_method(results.records, list(grid.methods))["adadecode/fixed/unverified"]
+    assert figures["exits"] == {"2": 10}
+    plain, untested = (viasd.generate(pair, pair.encode("hello hello"), **o).token_ids for o in _both(decoding))
+    assert figures["as_plain"] == sum(a == b for a, b in zip(plain, untested, strict=True)) / 12
+    assert 0 <= figures["as_plain"] < 1
+    assert 0 < figures["disagreement"] <= 10 / 12  # what the top of a cycle says is the target's own
+    with pytest.raises(OptionError, match="adadecode"):
+        BenchConfig(unverified=True)
+
+
+def _both(decoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    usual = {"max_new_tokens": 12, "ignore_eos": True}
+    untested = {"heads": "lens:2,5", "verify": "off", "exit_rule": "fixed", "exit_threshold": decoding.exit_threshold}
+    return {"strategy": "plain", **usual}, {"strategy": "adadecode", **untested, **usual}
 
 
 @pytest.mark.parametrize("what", [{"strategies": ("adadecode",)}, {"masks": ("prefix:3",)}])

@@ -69,13 +69,17 @@ def test_counts_are_summed_before_ratios_are_taken() -> None:
 
 def test_lossy_figures_are_weighted_by_tokens() -> None:
     records = [
-        record("x", "1", 10, 1.0, lossy={"mean_log_q": -1.0, "compared": 10, "disagreed": 5}),
-        record("x", "2", 30, 1.0, lossy={"mean_log_q": -2.0, "compared": 30, "disagreed": 1}),
+        record(
+            "x", "1", 10, 1.0, lossy={"mean_log_q": -1.0, "compared": 10, "disagreed": 5, "plain": 12, "as_plain": 3}
+        ),
+        record(
+            "x", "2", 30, 1.0, lossy={"mean_log_q": -2.0, "compared": 30, "disagreed": 1, "plain": 28, "as_plain": 27}
+        ),
     ]
     figures = figures_by_method(records, ["x"])["x"]
-    assert (figures["mean_log_q"], figures["disagreement"]) == (-1.75, 0.15)
+    assert (figures["mean_log_q"], figures["disagreement"], figures["as_plain"]) == (-1.75, 0.15, 0.75)
     sampled = figures_by_method([record("x", "1", 10, 1.0, lossy={"mean_log_q": -1.0})], ["x"])["x"]
-    assert sampled["disagreement"] is None
+    assert (sampled["disagreement"], sampled["as_plain"]) == (None, None)
 
 
 def test_mismatches_of_ours_and_of_peers_are_counted_apart() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ def test_questions_of_a_file_are_asked_in_turn(here: Path) -> None:
     assert all("what?" in text or "why?" in text for text in texts)
     assert any("what?" in text for text in texts)
     assert any("why?" in text for text in texts)
+    asked = made.provenance["written"]
+    assert (asked["questions"], asked["questions_hash"]) == (2, hashlib.sha256(b"what?\nwhy?").hexdigest()[:16])
 
 
 @pytest.mark.parametrize(
