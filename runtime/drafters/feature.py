@@ -59,6 +59,7 @@ class FeatureDrafter(SteppedDrafter):
         self._kv = model.new_kv()
         self._exact = 0  # entries made of the verifier's states
         self._states: list[Tensor] = []  # of the positions from there on, in order
+        self._known = 0  # positions of which the verifier's state has been handed over, those of entries included
         self._made: Tensor | None = None  # results of the last exact entries, [1, n, d]
         self._last: Tensor | None = None  # result that the next token of a block goes by; None at its beginning
         self._length = 0  # entries of the cache behind which that result is
@@ -91,11 +92,6 @@ class FeatureDrafter(SteppedDrafter):
 
     settle = rewind
 
-    @property
-    def _known(self) -> int:
-        """Positions of which the verifier's state has been handed over."""
-        return self._exact + sum(part.shape[1] for part in self._states)
-
     def _can_speak(self, tokens: Sequence[int]) -> bool:
         return len(tokens) > 1 and (bool(self._states) or self._made is not None)
 
@@ -104,6 +100,7 @@ class FeatureDrafter(SteppedDrafter):
         self._shrink(start)
         if start == self._known:
             self._states.append(hidden)
+            self._known += hidden.shape[1]
 
     def _shrink(self, length: int) -> None:
         """Keeps states and entries of the first `length` positions."""
@@ -112,15 +109,16 @@ class FeatureDrafter(SteppedDrafter):
             # Results older than the last pass are gone; without any it is silent until states come in.
             kept = 0 if self._made is None else self._made.shape[1] - (self._exact - length)
             self._made = self._made[:, :kept] if self._made is not None and kept > 0 else None
-            self._exact, self._states = max(length, 0), []
+            self._known = self._exact = max(length, 0)
+            self._states = []
             return
-        left = length - self._exact
-        kept_states: list[Tensor] = []
-        for part in self._states:
-            if left > 0:
-                kept_states.append(part[:, :left])
-            left -= part.shape[1]
-        self._states = kept_states
+        # From the end, since a request that drafts nothing for a while has many.
+        while self._known > length:
+            last = self._states.pop()
+            before = self._known - last.shape[1]
+            if before < length:
+                self._states.append(last[:, : length - before])
+            self._known = max(before, length)
 
     def rows(self, tokens: Sequence[int], n: int) -> ShortRows:
         """See `RowSource`: one row, after the whole prefix at the beginning of a block, after one more token later on."""
@@ -152,7 +150,7 @@ class FeatureDrafter(SteppedDrafter):
             for part in states.split(PREFILL_CHUNK, dim=1):
                 first = kv.full_len + 1
                 made = yield from self._part(part, tokens[first : first + part.shape[1]])
-            self._made, self._exact, self._states = made, kv.full_len, []
+            self._made, self._exact, self._known, self._states = made, kv.full_len, kv.full_len, []
         assert self._made is not None  # see _can_speak
         hidden = self._made[:, -1:]
         for token in tokens[self._exact + 1 :]:
