@@ -89,6 +89,29 @@ def test_without_the_kernels_it_has_the_same_numbers(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(together, single[index], rtol=1e-4, atol=1e-4)
 
 
+class Elsewhere(torch.Tensor):
+    """States on another device than the drafter's, as far as one can have that without one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat:
+            raise RuntimeError("expected all tensors to be on the same device")
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(torch.Tensor) if func is torch.Tensor.to else found
+
+
+def test_states_of_a_target_on_several_devices_are_fetched_before_they_are_packed() -> None:
+    model = FeatureModel(feature_file(), load_layered(model_of("llama")))
+    states = torch.randn(2, 1, 3, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        single = [model.run(state, [7, 8, 9], model.new_kv()) for state in states]
+        far = states[0].as_subclass(Elsewhere)
+        packed = model.together([Entries(s, [7, 8, 9], model.new_kv()) for s in (far, states[1])])
+    for one, other in zip(packed, single, strict=True):
+        assert type(one) is torch.Tensor
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def todo(n: int, kinds: Sequence[str] = KINDS, **options: Any) -> list[dict[str, Any]]:
     return [
         {
