@@ -295,3 +295,20 @@ def test_drafting_from_a_shortlist_is_drafting_from_its_rows_written_out(
             assert torch.equal(short.rows.probs[i], drawn)
     assert all(torch.equal(a, b) for a, b in zip(short.logits, whole.logits, strict=True))
     assert [len(row) for row in short.evidence] == [len(words)] * 5
+
+
+def test_states_that_nobody_drafts_from_keep_no_pass_of_others_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FeatureDrafter, "_can_speak", lambda self, tokens: False)
+    options = {"strategy": "sd", "draft_length": "fixed", "ignore_eos": True}
+    engine = Engine(feature_pair(), mask=None, concurrency=8)
+    first = engine.add(prompt_ids()[:5], max_new_tokens=30, **options)
+    for _ in range(20):
+        engine.add(prompt_ids("once upon a time " * 3), max_new_tokens=3, **options)
+    while first in (*engine.running, *engine.waiting):
+        drafters = [r.answer.drafter for r in engine._running if r.number == first]
+        engine.step()
+    (drafter,) = drafters
+    assert isinstance(drafter, FeatureDrafter)
+    parts = drafter._states[:-1]  # the last one may still be drafted from in the next round
+    assert sum(part.shape[1] for part in parts) > 25
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
