@@ -102,9 +102,11 @@ class FeatureModel:
         step = Step(
             [Segment(part.kv, part.kv.full_len, n) for part, n in zip(parts, lengths, strict=True)], self._device
         )
-        states = parts[0].states if len(parts) == 1 else torch.cat([part.states for part in parts], dim=1)
+        # The target's states lie where its last layer is, results of this where its first one is.
+        placed = [part.states.to(self._device) for part in parts]
+        states = placed[0] if len(placed) == 1 else torch.cat(placed, dim=1)
         following = self.model.embed([token for part in parts for token in part.following])
-        both = unit(torch.cat((states.to(self._device), following), dim=0).float()).to(self._dtype)
+        both = unit(torch.cat((states, following), dim=0).float()).to(self._dtype)
         entered = torch.cat((both[0], both[1]), dim=-1)
         total = sum(lengths)
         # Whether the kernels run a sequence's entries must not depend on how many another one has.

@@ -207,6 +207,9 @@ def _known_words(shortlist: Tensor | None, small: LayeredModel | None) -> Tensor
         return None
     if small is None:
         raise OptionError("a shortlist is of a drafter model, and this drafter is none; leave it out")
+    if shortlist.dim() != 1 or not len(shortlist) or int(shortlist[0]) < 0 or not bool((shortlist.diff() > 0).all()):
+        # Of a word that is listed twice the law that is tested would not be the one it was drawn from.
+        raise OptionError("a shortlist must be ascending token ids, each once, one or more; sort it (`ids.unique()`)")
     if int(shortlist[-1]) >= small.vocabulary:
         raise DrafterError(
             f"the drafter's shortlist has token id {int(shortlist[-1])}, but drafter and target share ids below "

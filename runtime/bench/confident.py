@@ -118,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise OptionError("section likelihood needs --dataset FILE (JSON lines with 'question' and 'answer')")
         texts = [] if args.dataset is None else read_answers(args.dataset, args.limit)
         if args.threads is not None:
+            if args.threads < 1:
+                raise OptionError(f"--threads must be at least 1, but got {args.threads}")
             torch.set_num_threads(args.threads)
         config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
         pair = load_pair(args.pair, config=config, say=lambda line: print(line, file=sys.stderr))

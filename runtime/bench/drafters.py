@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from viasd.errors import DrafterError, ViasdError
+from viasd.errors import DrafterError, OptionError, ViasdError
 from viasd.load import load_pair
 from viasd.loading import LoadConfig
 from viasd.pair import Pair
@@ -204,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         if args.threads is not None:
+            if args.threads < 1:
+                raise OptionError(f"--threads must be at least 1, but got {args.threads}")
             torch.set_num_threads(args.threads)
         config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
         known, times = [], []

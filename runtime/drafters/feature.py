@@ -99,6 +99,8 @@ class FeatureDrafter(SteppedDrafter):
         """States ``[1, n, d]`` of the positions from `start` on."""
         self._shrink(start)
         if start == self._known:
+            if self._states:  # nobody has drafted from these yet, and it may be long until somebody does
+                self._states[-1] = _own(self._states[-1])
             self._states.append(hidden)
             self._known += hidden.shape[1]
 
@@ -198,3 +200,8 @@ def run_features(wanted: Sequence[tuple[FeatureDrafter, Sequence[int], int]]) ->
     for index, (drafter, _, _) in enumerate(wanted):
         drafter.spoke(last[index], passes[index], entries[index])
     return rows
+
+
+def _own(states: Tensor) -> Tensor:
+    """The same states, without those of other sequences that lie in memory beside them."""
+    return states if states.untyped_storage().nbytes() == states.nbytes else states.clone()

@@ -89,6 +89,29 @@ def test_without_the_kernels_it_has_the_same_numbers(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(together, single[index], rtol=1e-4, atol=1e-4)
 
 
+class Elsewhere(torch.Tensor):
+    """States on another device than the drafter's, as far as one can have that without one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat:
+            raise RuntimeError("expected all tensors to be on the same device")
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(torch.Tensor) if func is torch.Tensor.to else found
+
+
+def test_states_of_a_target_on_several_devices_are_fetched_before_they_are_packed() -> None:
+    model = FeatureModel(feature_file(), load_layered(model_of("llama")))
+    states = torch.randn(2, 1, 3, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        single = [model.run(state, [7, 8, 9], model.new_kv()) for state in states]
+        far = states[0].as_subclass(Elsewhere)
+        packed = model.together([Entries(s, [7, 8, 9], model.new_kv()) for s in (far, states[1])])
+    for one, other in zip(packed, single, strict=True):
+        assert type(one) is torch.Tensor
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def todo(n: int, kinds: Sequence[str] = KINDS, **options: Any) -> list[dict[str, Any]]:
     return [
         {
@@ -272,3 +295,20 @@ def test_drafting_from_a_shortlist_is_drafting_from_its_rows_written_out(
             assert torch.equal(short.rows.probs[i], drawn)
     assert all(torch.equal(a, b) for a, b in zip(short.logits, whole.logits, strict=True))
     assert [len(row) for row in short.evidence] == [len(words)] * 5
+
+
+def test_states_that_nobody_drafts_from_keep_no_pass_of_others_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FeatureDrafter, "_can_speak", lambda self, tokens: False)
+    options = {"strategy": "sd", "draft_length": "fixed", "ignore_eos": True}
+    engine = Engine(feature_pair(), mask=None, concurrency=8)
+    first = engine.add(prompt_ids()[:5], max_new_tokens=30, **options)
+    for _ in range(20):
+        engine.add(prompt_ids("once upon a time " * 3), max_new_tokens=3, **options)
+    while first in (*engine.running, *engine.waiting):
+        drafters = [r.answer.drafter for r in engine._running if r.number == first]
+        engine.step()
+    (drafter,) = drafters
+    assert isinstance(drafter, FeatureDrafter)
+    parts = drafter._states[:-1]  # the last one may still be drafted from in the next round
+    assert sum(part.shape[1] for part in parts) > 25
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)

@@ -1,14 +1,15 @@
-"""Rows of packed sequences, read out by the kernels, do not depend on the company."""
+"""Rows of packed sequences do not depend on the company: read out by the kernels, and beside one without tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from viasd.attention import Segment
 from viasd.heads import LightHeads
 from viasd.kernels import build
 from viasd.kernels.native import MOST_TOKENS
@@ -72,3 +73,17 @@ def test_rows_by_torch_are_the_same_but_for_rounding(kind: str) -> None:
     found = [read_out(model, route_of(readout_of(kind, model)), states(), LENGTHS) for model in (ours, theirs)]
     for rows, expected in zip(*found, strict=True):
         torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(build.why_missing() is not None, reason=f"no kernels: {build.why_missing()}")
+def test_a_sequence_without_tokens_is_passed_over() -> None:
+    """By the kernels too, which look ahead at the keys of the next sequence."""
+    model = model_of(torch.bfloat16, "native")
+
+    def ran(lengths: Sequence[int]) -> Tensor:
+        ids = [5 + i for n in lengths for i in range(n)]
+        step = model.step([Segment(model.new_kv(), 0, n) for n in lengths])
+        return model.run(model.embed(ids), range(model.n_layers), step)[0]
+
+    with torch.inference_mode():
+        assert torch.equal(ran([3, 0, 2]), torch.cat([ran([3]), ran([2])], dim=1))

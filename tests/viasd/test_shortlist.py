@@ -6,12 +6,14 @@ import pytest
 import torch
 from test_kernels import needs_kernels
 
+from viasd.errors import OptionError
 from viasd.kernels.native import MOST_TOKENS
 from viasd.layered import LayeredModel
+from viasd.pair import make_pair
 from viasd.probe import load_layered
 from viasd.rows import likeliest
 from viasd.shortlist import UNKNOWN, DenseLater, ShortReadout, ShortRow, ShortTable
-from viasd.testing import tiny_model
+from viasd.testing import byte_tokenizer, tiny_model
 
 WORDS = torch.tensor([2, 3, 7, 11, 40, 41, 199, 299])
 
@@ -90,3 +92,11 @@ def test_the_likeliest_word_is_what_argmax_says(dtype: torch.dtype) -> None:
     assert likeliest(rows) == rows.argmax(dim=-1).tolist()
     assert likeliest(rows)[4] == 0
     assert likeliest(rows[:, ::3]) == rows[:, ::3].argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("words", [[3, 3, 7], [7, 3], [-1, 3], []])
+def test_a_pair_takes_no_list_in_which_a_word_has_two_places_or_none(words: list[int]) -> None:
+    """Tokens are drawn by their column and tested by their id."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    with pytest.raises(OptionError, match="ascending"):
+        make_pair(model, byte_tokenizer(), drafter=model, shortlist=torch.tensor(words, dtype=torch.long))

@@ -1016,7 +1016,7 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
                 }
                 const int64_t offset = head * segment.capacity * dim;
                 const T* following = keys_of(segment, at < mine.to ? at / of_head : head);
-                if (at == mine.to && s + 1 < call.n_segments) {
+                if (at == mine.to && s + 1 < call.n_segments && segments[s + 1].length) {
                     const int64_t its = segments[s + 1].length * each;
                     following = keys_of(segments[s + 1], share(kv * its, team.thread, team.threads).from / its);
                 }

@@ -11,7 +11,7 @@ from features import feature_file
 from tiny import model_of, tokenizer
 from transformers import AutoModelForCausalLM
 
-from viasd.runtime.bench import drafters
+from viasd.runtime.bench import confident, drafters
 from viasd.runtime.bench.drafters import main, priced
 from viasd.standalone import RECORD
 from viasd.testing import tiny_model
@@ -100,3 +100,11 @@ def test_a_drafter_without_a_record_is_refused_by_name(
         assert RECORD in capsys.readouterr().err
     finally:
         (tmp_path / RECORD).rename(Path(small, RECORD))
+
+
+def test_a_number_of_threads_that_can_not_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for program, argv in ((main, ["--target", "none", "drafter"]), (confident.main, ["--section", "overhead"])):
+        assert program([*argv, "--threads", "0"]) == 2
+        said = capsys.readouterr().err
+        assert "--threads must be at least 1, but got 0" in said
+        assert said.count("\n") == 1
