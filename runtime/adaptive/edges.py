@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,7 @@ class Edge:
             raise OptionError(f"the state of an edge must have one slope, but it has {len(estimator.slopes)}")
         edge = cls(name, len(estimator.intercepts))
         edge.estimator = estimator
+        estimator.config = replace(estimator.config, memory=MEMORY)  # of a version that remembered nothing, say
         if "observed" not in state:  # of a version that did not count
             observed = np.full(len(estimator.intercepts), float(_KNOWN))
         if observed.shape != edge._observed.shape or not (observed >= 0).all():

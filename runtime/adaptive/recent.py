@@ -74,5 +74,6 @@ class RecentDrafts:
         return np.where(np.isnan(found), usual, found)
 
     def state(self) -> list[list[float]]:
-        """The last drafts, ready for `json.dumps`."""
-        return [list(draft) for _, draft in islice(self._drafts, max(0, len(self._drafts) - _PLACE), None)]
+        """The last drafts, ready for `json.dumps`; those with a row of NaN, which JSON has no word for, are left out."""
+        last = islice(self._drafts, max(0, len(self._drafts) - _PLACE), None)
+        return [list(draft) for _, draft in last if all(map(math.isfinite, draft))]

@@ -58,15 +58,11 @@ class Choice:
         limit: The limit with the best rate of those that draft something.
         rate: Its expected tokens a second.
         plain: That of drafting nothing.
-        seconds: Expected seconds of the drafter in one step under this limit.
-        drafted: Expected tokens drawn in one step.
     """
 
     limit: Limit
     rate: float
     plain: float
-    seconds: float
-    drafted: float
 
     def pays(self, margin: float) -> bool:
         """Whether drafting promises so many times what plain decoding gives."""
@@ -108,8 +104,6 @@ def best_limit(chances: Array, usual: Array, costs: StepCosts, *, floors: bool =
         Limit(int(length) + 1, float(tried[floor, 0, 0])),
         float(rates[floor, length]),
         n / float(costs.verifying(0.0)),
-        float(drafting[floor, length]),
-        float(tokens[floor, length]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -17,6 +18,8 @@ from viasd.runtime.target import TieredTarget, Wanted, run_full, run_slim
 from viasd.shortlist import ShortRows
 
 Rows = Tensor | ShortRows
+_log = logging.getLogger(__name__)
+
 Reply = Rows | Exception
 W = TypeVar("W")
 
@@ -112,6 +115,9 @@ def _packed(
     except Exception as error:
         if len(wanted) == 1:
             return [error]
+        _log.warning(
+            "a pass of %d requests failed and is run one by one (%s: %s)", len(wanted), type(error).__name__, error
+        )
     # No watermark moves before a pass has succeeded, so each part can be run again, now alone.
     replies: list[Reply] = []
     for want, charge in zip(wanted, charges, strict=True):

@@ -68,7 +68,8 @@ def generate(
 
     Args:
         model: A decoder-only causal LM in eval mode, wherever and however it was loaded.
-        input_ids: ``[B, n]``, padded in front. Rows share their passes; each leaves when it has ended.
+        input_ids: ``[B, n]``, padded in front. Rows share their passes (but for `adadecode`); each leaves when it
+            has ended.
         logits_processor: As for `model.generate`.
         stopping_criteria: As for `model.generate`; asked after every token.
         generation_config: As for `model.generate`. What is not honoured is refused by name.
