@@ -74,7 +74,8 @@ class Pair:
         A text is encoded as the tokenizer does it, but never with two beginning-of-sequence tokens.
 
         Raises:
-            OptionError: If the prompt is empty, has ids outside the vocabulary, or is a chat and there is no template.
+            OptionError: If the prompt is empty, has half characters or ids outside the vocabulary, or is a chat and
+                there is no template.
             ContextLengthError: If it leaves no room for a single token.
         """
         ids = self._encode(prompt)
@@ -92,6 +93,7 @@ class Pair:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            _check_text(prompt)
             ids = [int(i) for i in self.tokenizer(prompt)["input_ids"]]
             bos = self.tokenizer.bos_token_id
             return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -106,11 +108,23 @@ class Pair:
                 text = self.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
             except TemplateError as error:  # a template may refuse a role (Gemma 2 knows no system message)
                 raise OptionError(f"the chat template of {self.target_id} refuses these messages: {error}") from error
+            _check_text(text)
             # The template writes its own special tokens.
             return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
         if not all(isinstance(i, int) for i in items):
             raise OptionError("a prompt must be text, chat messages, or one sequence of token ids")
         return items
+
+
+def _check_text(text: str) -> None:
+    # JSON can spell half of a surrogate pair, which tokenizers refuse by a TypeError that names nothing.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"the prompt must be Unicode text, but it has {text[error.start]!r}, half of a pair of surrogates; "
+            "take it out or write the whole character"
+        ) from error
 
 
 def make_pair(

@@ -136,6 +136,7 @@ def test_bad_prompts_are_refused() -> None:
     for prompt, message in (
         ([], "the prompt is empty"),
         ("", "the prompt is empty"),
+        ("a\ud800", "the prompt must be Unicode text, but it has '.ud800', half of a pair of surrogates"),
         ([5, 300], "prompt ids must be in 0..299, but one is 300"),
         ([5, -1], "but one is -1"),
         ([[5, 6], [7, [8]]], "prompt 1 of 2: a prompt must be text, chat messages, or one sequence of token ids"),
@@ -156,3 +157,8 @@ def test_an_answer_ends_at_the_context_length() -> None:
         assert len(result.token_ids) == 12
         assert result.finish_reason == "length"
         assert any("limited to 12 tokens" in note for note in result.notes)
+
+
+def test_the_note_on_a_missing_mask_names_the_mode_that_was_asked_for() -> None:
+    assert "two tiers, bounded (" in plan(DecodingConfig(mode="bounded"), has_mask=False).reason
+    assert "two tiers, lossless (" in plan(DecodingConfig(), has_mask=False).reason
