@@ -202,8 +202,8 @@ def plan(config: DecodingConfig, *, has_mask: bool) -> Plan:
         strategy = "cascade" if wants_slim else "sd"
         if not has_mask:
             reason = (
-                f"no mask for this target, so there is no slim verifier: decoding with two tiers, {mode or 'lossless'} "
-                "(viasd-search finds one; --mask even:0.45 makes an evenly spaced one)"
+                "no mask is used for this target, so there is no slim verifier: decoding with two tiers, "
+                f"{mode or 'lossless'} (viasd-search finds masks; --mask even:0.45 makes an evenly spaced one)"
             )
     if strategy in MASKED and not has_mask:
         raise OptionError(_NO_MASK)

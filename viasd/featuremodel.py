@@ -15,7 +15,8 @@ from viasd.forms import layer_forms
 from viasd.fuse import fuse
 from viasd.heads import unit
 from viasd.kernels import build
-from viasd.kernels.native import MOST_TOKENS, NativeLayer, NativeProduct
+from viasd.kernels.matrices import MOST_TOKENS, NativeProduct
+from viasd.kernels.native import NativeLayer
 from viasd.kv import SequenceKV
 from viasd.layered import LayeredModel
 from viasd.products import Dense, padded

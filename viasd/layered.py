@@ -23,7 +23,8 @@ from viasd.compiled import BACKEND, BUCKETS, Backend, CompiledSteps
 from viasd.decoder import check_layers, find_decoder, layer_types_of
 from viasd.errors import OptionError, UnsupportedModelError
 from viasd.forms import ModelProducts, layer_forms
-from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, run_layers
+from viasd.kernels.matrices import MOST_TOKENS, NativeInt4
+from viasd.kernels.native import NativeLayer, run_layers
 from viasd.kv import SequenceKV
 from viasd.lean import obstacle
 from viasd.products import Product

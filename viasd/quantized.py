@@ -25,7 +25,7 @@ from viasd.decoder import find_decoder
 from viasd.errors import LoadError, OptionError, UnsupportedModelError
 from viasd.forms import ModelProducts
 from viasd.kernels import build
-from viasd.kernels.native import NativeInt4
+from viasd.kernels.matrices import NativeInt4
 from viasd.lean import LayerProducts, linear_groups, obstacle
 from viasd.products import FEW_ROWS, Matrix, Product, dense, fast_bf16
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from viasd.forms import ModelProducts
 from viasd.kernels import build
-from viasd.kernels.native import MOST_TOKENS, NativeLayer, NativeProduct, NativeReadout, product_obstacle
+from viasd.kernels.matrices import MOST_TOKENS, NativeProduct, product_obstacle
+from viasd.kernels.native import NativeLayer, NativeReadout
 from viasd.lean import LeanLayer, Norm, untouched
 from viasd.products import Dense, Product, padded
 

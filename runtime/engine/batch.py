@@ -115,8 +115,9 @@ def _packed(
     except Exception as error:
         if len(wanted) == 1:
             return [error]
+        # The words alone: a record that is kept would keep the error, and it the caches.
         _log.warning(
-            "a pass of %d requests failed and is run one by one (%s: %s)", len(wanted), type(error).__name__, error
+            "a pass of %d requests failed and is run one by one (%s: %s)", len(wanted), type(error).__name__, str(error)
         )
     # No watermark moves before a pass has succeeded, so each part can be run again, now alone.
     replies: list[Reply] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from viasd.runtime.engine.batch import Reply, draft_pass, full_pass, slim_pass
 from viasd.runtime.engine.memory import KVBudget, worst_bytes, worst_positions
 from viasd.runtime.engine.policy import AdmissionPolicy, AdmitAll, Block
 from viasd.runtime.engine.request import EngineEvent, Request
+from viasd.runtime.engine.turns import TURNS, Turn
 from viasd.runtime.names import EXITING
-from viasd.runtime.passes import Admission, DraftPass, FullPass, Judged, SlimPass, Work
+from viasd.runtime.passes import Admission, FullPass, Judged, SlimPass
 from viasd.runtime.requests import check_prompt_kind, resolved, settled_config
 from viasd.runtime.result import Result
 from viasd.runtime.target import prefill_chunk
@@ -250,7 +251,7 @@ class Engine:
         prompts = self._prompts()
         fed = sum(request.piece for request in prompts)
         while True:
-            turns = {turn: requests for turn in _TURNS if (requests := self._waiting_for(turn))}
+            turns = {turn: requests for turn in TURNS if (requests := self._waiting_for(turn))}
             turn = next(iter(turns), None)
             if turn is None or turn.kind is FullPass:
                 break
@@ -268,7 +269,7 @@ class Engine:
                 if isinstance(reply, Exception):
                     self._fail(request, reply)
 
-    def _waiting_for(self, turn: _Turn) -> list[Request]:
+    def _waiting_for(self, turn: Turn) -> list[Request]:
         return [request for request in self._running if request.work is not None and turn.covers(request.work)]
 
     def _prompts(self) -> list[Request]:
@@ -373,29 +374,3 @@ def _check_shares(config: GenerationConfig) -> None:
             f"strategy {config.decoding.strategy} runs its tokens through the layers in a wave of its own, which other "
             "sequences can't share; use viasd.generate for one prompt at a time"
         )
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """Work that is answered together.
-
-    Attributes:
-        kind: Its class.
-        verifier: Of an admission: where the block is going.
-    """
-
-    kind: type
-    verifier: str = ""
-
-    def covers(self, work: Work) -> bool:
-        return isinstance(work, self.kind) and (not isinstance(work, Admission) or work.verifier == self.verifier)
-
-
-# In this order every kind finds all requests that will want it before the full pass.
-_TURNS = (
-    _Turn(DraftPass),
-    _Turn(Admission, "slim"),
-    _Turn(SlimPass),
-    _Turn(Admission, "full"),
-    _Turn(FullPass),
-)

@@ -200,7 +200,7 @@ SITUATIONS: dict[str, Callable[[], str]] = {
     "A base model that is asked to chat": no_chat,
     "The mask is for another model": lambda: masked(12),
     "The mask is of a relative": warned,
-    "There is no mask": lambda: note("no mask for this target"),
+    "There is no mask": lambda: note("no mask is used for this target"),
     "Light heads are missing": lambda: refusal(
         lambda: viasd.generate(tiny(), "hi", strategy="adadecode", mask=None, heads=None)
     ),

@@ -87,7 +87,7 @@ def test_a_conversation_goes_through_the_template_with_its_history(pair: Pair) -
     second = viasd.generate(pair, messages, max_new_tokens=8, ignore_eos=True)
     assert talk.out.getvalue() == f"{first.text}\n{second.text}\n"
     assert err.count("tok/s") == 2
-    assert err.count("no mask for this target") == 1
+    assert err.count("no mask is used for this target") == 1
 
 
 def test_plain_completion_takes_each_line_by_itself(pair: Pair) -> None:

@@ -15,7 +15,7 @@ import viasd
 from viasd.draws import SeededDraws
 from viasd.featuremodel import Entries, FeatureModel
 from viasd.kernels import build
-from viasd.kernels.native import MOST_TOKENS
+from viasd.kernels.matrices import MOST_TOKENS
 from viasd.probe import load_layered
 from viasd.rows import Row
 from viasd.runtime.drafters import FeatureDrafter

@@ -12,7 +12,7 @@ from torch import Tensor
 from viasd.attention import Segment
 from viasd.heads import LightHeads
 from viasd.kernels import build
-from viasd.kernels.native import MOST_TOKENS
+from viasd.kernels.matrices import MOST_TOKENS
 from viasd.layered import LayeredModel
 from viasd.probe import load_layered
 from viasd.routes import Route

@@ -242,7 +242,7 @@ def test_every_lossy_output_says_so() -> None:
 def test_without_a_mask_the_answer_is_lossless_and_says_why() -> None:
     result = generate(pair_of("llama"), prompt_ids(), max_new_tokens=5)
     assert (result.strategy, result.mode, result.lossless, result.mask) == ("sd", "lossless", True, None)
-    assert any("no mask for this target" in note for note in result.notes)
+    assert any("no mask is used for this target" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.9])

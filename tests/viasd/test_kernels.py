@@ -16,7 +16,8 @@ from viasd.attention import Segment, visible
 from viasd.errors import UnsupportedModelError
 from viasd.heads import LightHeads
 from viasd.kernels import build, native
-from viasd.kernels.native import MOST_TOKENS, NativeInt4, NativeLayer, multiplied, run_layers
+from viasd.kernels.matrices import MOST_TOKENS, NativeInt4, multiplied
+from viasd.kernels.native import NativeLayer, run_layers
 from viasd.layered import LayeredModel
 from viasd.lean import LayerProducts, LeanLayer, linear_groups
 from viasd.mask import LayerMask

@@ -7,7 +7,7 @@ import torch
 from test_kernels import needs_kernels
 
 from viasd.errors import OptionError
-from viasd.kernels.native import MOST_TOKENS
+from viasd.kernels.matrices import MOST_TOKENS
 from viasd.layered import LayeredModel
 from viasd.pair import make_pair
 from viasd.probe import load_layered

@@ -1,4 +1,4 @@
-"""Layers, products and the readout by the kernels in ``decode.cpp``: for passes of few tokens on a CPU, in fp32 and bf16.
+"""Layers and the readout by the kernels in ``decode.cpp``: for passes of few tokens on a CPU, in fp32 and bf16.
 
 A row's result does not depend on how many rows travel together. So a verifier pass over a block says bit for bit what
 one-token passes would have said, and lossless decoding equals plain decoding token for token in bf16 as well, as long as
@@ -10,84 +10,38 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator, Sequence
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
-from typing import Any
+from ctypes import byref, c_int64, c_void_p
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from viasd.attention import Step
-from viasd.errors import KernelError
+from viasd.kernels.matrices import MOST_TOKENS, product_obstacle
+from viasd.kernels.structs import (
+    DTYPES,
+    CallStruct,
+    LayerStruct,
+    MatrixStruct,
+    NormStruct,
+    ReadoutStruct,
+    check,
+    described,
+    dtype_of,
+    norm_struct,
+)
 from viasd.lean import LeanLayer, Norm
-from viasd.products import Matrix, Product, padded
+from viasd.products import Matrix, Product
 from viasd.rotary import Rotation
 
-#: A sequence's pass of more tokens runs through torch, where the kernels do not know how to multiply many rows: from here on
-#: computing takes longer than reading the weights. Which of the two it is must not depend on the other sequences in the
-#: pass, so their tokens do not count.
-MOST_TOKENS = 32
 # Rows of one call, so that what goes into a product stays in a thread's cache.
 _MOST_ROWS = 128
 # Every thread norms all rows for itself. With more threads than this a long prompt would be about nothing else.
 _MOST_THREADS = 16
 
 _MOST_DIM = 512  # as in decode.cpp
-_KINDS = {"int8": 2, "int4": 3}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 _PARTS = {None: 0, "attention": 1, "mlp": 2}
-
-
-class _Matrix(Structure):
-    _fields_ = (
-        ("weight", c_void_p),
-        ("scale", c_void_p),
-        ("zero", c_void_p),
-        ("bias", c_void_p),
-        ("rows", c_int64),
-        ("cols", c_int64),
-        ("kind", c_int64),
-    )
-
-
-class _Norm(Structure):
-    _fields_ = (("weight", c_void_p), ("eps", c_double), ("offset", c_int64))
-
-
-class _Layer(Structure):
-    _fields_ = (
-        ("qkv", _Matrix * 3),
-        *((name, _Matrix) for name in ("out", "gate", "up", "down")),
-        *((name, _Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
-        *((name, c_int64) for name in ("width", "inner", "heads", "kv_heads", "head_dim", "window")),
-        ("scale", c_double),
-        ("softcap", c_double),
-        ("activation", c_int64),
-        ("half", c_int64),
-    )
-
-
-class _Call(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("layers", "input", "output", "cos", "sin", "segments")),
-        *((name, c_int64) for name in ("count", "n_segments", "rows", "threads", "part")),
-    )
-
-
-class _Readout(Structure):
-    _fields_ = (("head", _Matrix), ("norm", _Norm), ("width", c_int64), ("half", c_int64))
-
-
-class _Product(Structure):
-    _fields_ = (
-        ("matrix", _Matrix),
-        ("input", c_void_p),
-        ("output", c_void_p),
-        ("rows", c_int64),
-        ("threads", c_int64),
-        ("half", c_int64),
-    )
 
 
 class NativeLayer:
@@ -111,8 +65,8 @@ class NativeLayer:
         gate, up = _halves(made.gate_up.matrices, lean.inner)
         weight = norms.before_attention.weight
         self.dtype = _activations(made)
-        self._layer = _Layer(
-            (_Matrix * 3)(*(self._matrix(matrix) for matrix in qkv)),
+        self._layer = LayerStruct(
+            (MatrixStruct * 3)(*(self._matrix(matrix) for matrix in qkv)),
             *(self._matrix(matrix) for matrix in (made.out.matrices[0], gate, up, made.down.matrices[0])),
             *(self._norm(norm) for norm in norms),
             weight.shape[0],
@@ -124,7 +78,7 @@ class NativeLayer:
             lean.scaling,
             lean.softcap or 0.0,
             _ACTIVATIONS[type(lean.activation).__name__],
-            _DTYPES[self.dtype],
+            DTYPES[self.dtype],
         )
         #: What a pass stores of one token: shape and dtype for a cache that has nothing yet.
         self.stored = torch.empty(lean.kv_heads, 1, lean.head_dim, dtype=self.dtype)
@@ -158,12 +112,12 @@ class NativeLayer:
             return self.lean(hidden, rotation, step, part)
         return run_layers([self], hidden, [rotation], step, part)
 
-    def _matrix(self, matrix: Matrix) -> _Matrix:
+    def _matrix(self, matrix: Matrix) -> MatrixStruct:
         self._held += [t for t in matrix[1:] if isinstance(t, Tensor)]
-        return _described(matrix)
+        return described(matrix)
 
-    def _norm(self, norm: Norm | None) -> _Norm:
-        made, kept = _norm_of(norm)
+    def _norm(self, norm: Norm | None) -> NormStruct:
+        made, kept = norm_struct(norm)
         self._held += kept
         return made
 
@@ -206,7 +160,7 @@ def run_layers(
     angle = np.array([rotation.cos.stride(0) * rotation.cos.element_size() for rotation in rotations])
     # Later rows of a sequence see what earlier ones stored, and nothing the other way round.
     for first, some in _cut(segments, hidden.shape[1]):
-        call = _Call(
+        call = CallStruct(
             called.ctypes.data,
             entered.data_ptr() + first * row,
             out.data_ptr() + first * row,
@@ -219,7 +173,7 @@ def run_layers(
             torch.get_num_threads(),
             _PARTS[part],
         )
-        _check(layers[0].kernels.viasd_layers(byref(call)))
+        check(layers[0].kernels.viasd_layers(byref(call)))
         angles += angle * call.rows
     return out
 
@@ -255,10 +209,10 @@ class NativeReadout:
         matrix = head.matrices[0].rows(0, rows)
         self._run = kernels.viasd_readout
         self._rows = rows
-        self._dtype = _dtype_of(matrix)
-        made, kept = _norm_of(norm)
+        self._dtype = dtype_of(matrix)
+        made, kept = norm_struct(norm)
         self._held = [*kept, *matrix[1:]]
-        self._readout = _Readout(_described(matrix), made, norm.weight.shape[0], _DTYPES[self._dtype])
+        self._readout = ReadoutStruct(described(matrix), made, norm.weight.shape[0], DTYPES[self._dtype])
 
     def __call__(self, hidden: Tensor, steady: bool = False) -> Tensor | None:
         """Hidden states ``[1, n, d]`` -> logits ``[n, rows]`` in fp32; None for a pass that has to run through torch.
@@ -272,93 +226,8 @@ class NativeReadout:
         logits = torch.empty(n, self._rows, dtype=torch.float32)
         threads = torch.get_num_threads()
         address = c_void_p(entered.data_ptr()), c_void_p(logits.data_ptr())
-        _check(self._run(byref(self._readout), *address, c_int64(n), c_int64(threads)))
+        check(self._run(byref(self._readout), *address, c_int64(n), c_int64(threads)))
         return logits
-
-
-class NativeInt4:
-    """A product with 4-bit weights in the order in which our kernel reads them.
-
-    Args:
-        codes: ``[o, k]``, 0 to 15, uint8; k a multiple of 32.
-        scale: ``[o, k / 32]`` in the dtype of the rows.
-        zero: The same; a weight is ``(code - 8) * scale + zero``.
-        bias: ``[o]`` or None.
-        kernels: The compiled kernels (`build.load`).
-    """
-
-    least_rows = 1
-
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, kernels: ctypes.CDLL) -> None:
-        halves = codes.unflatten(1, (-1, 2, 16))
-        packed = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
-        self._matrix = Matrix("int4", packed, scale.contiguous(), zero.contiguous(), bias)
-        self._kernels = kernels
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """See `viasd.products.Product`."""
-        return [t for t in self._matrix[1:] if isinstance(t, Tensor)]
-
-    @property
-    def matrices(self) -> Sequence[Matrix]:
-        """See `viasd.products.Product`."""
-        return [self._matrix]
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """See `viasd.products.Product`. Many rows are multiplied with the weights that the codes stand for."""
-        if rows.shape[0] <= MOST_TOKENS:
-            return multiplied(rows, self._matrix, self._kernels)
-        return torch.nn.functional.linear(rows, self.weights(), self._matrix.bias)
-
-    def weights(self) -> Tensor:
-        """The weights that the codes stand for, ``[o, k]`` in the dtype of the scales."""
-        matrix = _described(self._matrix)
-        dtype = _dtype_of(self._matrix)
-        out = torch.empty(matrix.rows, matrix.cols, dtype=dtype)
-        threads = c_int64(torch.get_num_threads())
-        _check(self._kernels.viasd_expand(byref(matrix), c_void_p(out.data_ptr()), c_int64(_DTYPES[dtype]), threads))
-        return out
-
-
-class NativeProduct:
-    """A product of which few rows run by the kernel; many, and rows that are differentiated, through torch.
-
-    Args:
-        product: Of one matrix, without a `product_obstacle`.
-        kernels: The compiled kernels (`build.load`).
-
-    Attributes:
-        product: The product.
-    """
-
-    def __init__(self, product: Product, kernels: ctypes.CDLL) -> None:
-        (self._matrix,) = product.matrices
-        self.product = product
-        self._dtype = _dtype_of(self._matrix)
-        self._known = _described(self._matrix)
-        self._kernels = kernels
-
-    def __call__(self, rows: Tensor, steady: bool = False) -> Tensor:
-        """Rows ``[n, k]`` -> ``[n, o]``. With `steady` no number of rows is too large for the kernel."""
-        many = rows.shape[0] > MOST_TOKENS and not steady
-        if many or rows.requires_grad or rows.dtype != self._dtype:
-            return self.product(padded(rows, self.product))[: rows.shape[0]]
-        return _times(rows, self._known, self._kernels)
-
-
-def multiplied(rows: Tensor, matrix: Matrix, kernels: ctypes.CDLL) -> Tensor:
-    """Rows ``[n, k]`` times a matrix of k columns, ``[n, o]``."""
-    return _times(rows, _described(matrix), kernels)
-
-
-def _times(rows: Tensor, matrix: _Matrix, kernels: ctypes.CDLL) -> Tensor:
-    rows = rows.contiguous()
-    out = rows.new_empty(rows.shape[0], matrix.rows)
-    threads = torch.get_num_threads()
-    call = _Product(matrix, rows.data_ptr(), out.data_ptr(), rows.shape[0], threads, _DTYPES[rows.dtype])
-    _check(kernels.viasd_product(byref(call)))
-    return out
 
 
 def layer_obstacle(lean: LeanLayer) -> str | None:
@@ -375,28 +244,11 @@ def layer_obstacle(lean: LeanLayer) -> str | None:
         return "its weights are in too many pieces"
     if lean.head_dim > _MOST_DIM:
         return f"its heads are {lean.head_dim} wide"
-    return None if _activations(lean.products) in _DTYPES else f"its dtype is {_activations(lean.products)}"
-
-
-def product_obstacle(product: Product) -> str | None:
-    """Why a product can't run by the kernels, None where it can."""
-    if not product.matrices:
-        return "its weights are stored in a form of torch's"
-    for matrix in product.matrices:
-        if _dtype_of(matrix) not in _DTYPES:
-            return f"its dtype is {_dtype_of(matrix)}"
-        if any(isinstance(t, Tensor) and not t.is_contiguous() for t in matrix[1:]):
-            return "its weights are not contiguous"
-    return None
+    return None if _activations(lean.products) in DTYPES else f"its dtype is {_activations(lean.products)}"
 
 
 def _activations(products: Sequence[Product]) -> torch.dtype:
-    return _dtype_of(products[0].matrices[0])
-
-
-def _dtype_of(matrix: Matrix) -> torch.dtype:
-    """Of the rows that it takes."""
-    return matrix.weight.dtype if matrix.scale is None else matrix.scale.dtype
+    return dtype_of(products[0].matrices[0])
 
 
 def _in_columns(product: Product) -> bool:
@@ -410,22 +262,3 @@ def _halves(matrices: Sequence[Matrix], inner: int) -> tuple[Matrix, Matrix]:
     if len(matrices) == 2:
         return matrices[0], matrices[1]
     return matrices[0].rows(0, inner), matrices[0].rows(inner, 2 * inner)
-
-
-def _described(matrix: Matrix) -> _Matrix:
-    rows, cols = matrix.weight.shape
-    kind = _KINDS.get(matrix.kind, _DTYPES.get(matrix.weight.dtype))
-    addresses = (None if t is None else t.data_ptr() for t in (matrix.weight, matrix.scale, matrix.zero, matrix.bias))
-    return _Matrix(*addresses, rows, cols * 2 if matrix.kind == "int4" else cols, kind)
-
-
-def _norm_of(norm: Norm | None) -> tuple[_Norm, list[Tensor]]:
-    if norm is None:
-        return _Norm(None, 0.0, 0), []
-    weight = norm.weight.float().contiguous()
-    return _Norm(weight.data_ptr(), norm.eps, int(norm.offset)), [weight]
-
-
-def _check(failed: Any) -> None:
-    if failed:
-        raise KernelError("there was no memory for a pass of few tokens; free some, or use --layers fused")
