@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from viasd.attention import Segment
 from viasd.draws import Draws, SeededDraws
-from viasd.errors import OptionError, ViasdError
+from viasd.errors import OptionError
 from viasd.load import load_pair
 from viasd.loading import LoadConfig
 from viasd.mask import LayerMask
@@ -31,6 +31,7 @@ from viasd.rows import Rows
 from viasd.runtime.api import generate
 from viasd.runtime.bench.inside import batches_inside
 from viasd.runtime.bench.timing import interleaved, spread
+from viasd.runtime.command import run_command
 from viasd.runtime.drafters import Draft, PasslessDrafter
 from viasd.runtime.gates import RatioGate, Thresholds
 from viasd.runtime.metrics import Counters
@@ -57,31 +58,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--category", action="append", help="default: summarization and rag")
     parser.add_argument("--limit", type=int, default=8, help="prompts per category")
     args = parser.parse_args(argv)
-    try:
-        chosen = args.section or [s for s in SECTIONS if s != "lookup" or args.dataset]
-        if "lookup" in chosen and not args.dataset:
-            raise OptionError("section lookup needs --dataset FILE (JSON lines with 'category' and 'turns')")
-        config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
-        pair = load_pair(args.pair, config=config, say=lambda line: print(line, file=sys.stderr))
-        run = {
-            "plain": lambda: plain_against_generate(pair, args.repeats, args.tokens),
-            "overhead": lambda: loop_overhead(pair.target.vocabulary, args.repeats),
-            "passes": lambda: pass_costs(pair, args.repeats),
-            "lookup": lambda: lookup_against_transformers(
-                pair,
-                _dataset(args.dataset, args.category or ["summarization", "rag"], args.limit),
-                args.repeats,
-                args.tokens,
-            ),
-            "memory": lambda: memory(pair),
-            "hf-batch": lambda: batches_inside(pair, args.repeats, args.tokens),
-        }
-        for name in chosen:
-            print(json.dumps({"section": name, "dtype": pair.dtype, "threads": torch.get_num_threads(), **run[name]()}))
-            sys.stdout.flush()
-    except ViasdError as error:
-        print(f"basics: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("basics", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    chosen = args.section or [s for s in SECTIONS if s != "lookup" or args.dataset]
+    if "lookup" in chosen and not args.dataset:
+        raise OptionError("section lookup needs --dataset FILE (JSON lines with 'category' and 'turns')")
+    config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
+    pair = load_pair(args.pair, config=config, say=lambda line: print(line, file=sys.stderr))
+    run = {
+        "plain": lambda: plain_against_generate(pair, args.repeats, args.tokens),
+        "overhead": lambda: loop_overhead(pair.target.vocabulary, args.repeats),
+        "passes": lambda: pass_costs(pair, args.repeats),
+        "lookup": lambda: lookup_against_transformers(
+            pair,
+            _dataset(args.dataset, args.category or ["summarization", "rag"], args.limit),
+            args.repeats,
+            args.tokens,
+        ),
+        "memory": lambda: memory(pair),
+        "hf-batch": lambda: batches_inside(pair, args.repeats, args.tokens),
+    }
+    for name in chosen:
+        print(json.dumps({"section": name, "dtype": pair.dtype, "threads": torch.get_num_threads(), **run[name]()}))
+        sys.stdout.flush()
     return 0
 
 

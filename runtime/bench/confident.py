@@ -23,12 +23,13 @@ from torch import Tensor
 
 from viasd.attention import Segment
 from viasd.confident import METHODS, ConfidentConfig
-from viasd.errors import OptionError, ViasdError
+from viasd.errors import OptionError
 from viasd.load import load_pair
 from viasd.loading import LoadConfig
 from viasd.pair import Pair
 from viasd.runtime.api import generate
 from viasd.runtime.bench.timing import interleaved, spread
+from viasd.runtime.command import run_command
 from viasd.selecting import ConfidentReadout
 
 SECTIONS = ("likelihood", "overhead")
@@ -100,40 +101,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None takes those of the process.
 
     Returns:
-        Exit code: 0, or 2 after an error.
+        Exit code: 0, 2 after an error, 130 after Ctrl-C.
     """
     args = _parser().parse_args(argv)
-    try:
-        configs = {
-            method: ConfidentConfig(
-                method,
-                max_backtrack_layers=args.backtrack_layers,
-                backtrack_ratio=args.backtrack_ratio or 0.0,
-                reference_compat=args.readout_compat,
-            )
-            for method in args.readout or ["trough"]
-        }
-        sections = args.section or [s for s in SECTIONS if s != "likelihood" or args.dataset]
-        if "likelihood" in sections and not args.dataset:
-            raise OptionError("section likelihood needs --dataset FILE (JSON lines with 'question' and 'answer')")
-        texts = [] if args.dataset is None else read_answers(args.dataset, args.limit)
-        if args.threads is not None:
-            if args.threads < 1:
-                raise OptionError(f"--threads must be at least 1, but got {args.threads}")
-            torch.set_num_threads(args.threads)
-        config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
-        pair = load_pair(args.pair, config=config, say=lambda line: print(line, file=sys.stderr))
-        worked = [_encoded(pair, question, answer) for question, answer in texts]
-        run: dict[str, Callable[[], dict[str, Any]]] = {
-            "likelihood": lambda: likelihood(pair, worked, configs),
-            "overhead": lambda: overhead(pair, configs, args.repeats, args.tokens),
-        }
-        for name in sections:
-            about = {"section": name, "pair": pair.name, "dtype": pair.dtype, "threads": torch.get_num_threads()}
-            print(json.dumps({**about, **run[name]()}), flush=True)
-    except ViasdError as error:
-        print(f"confident: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("confident", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    configs = {
+        method: ConfidentConfig(
+            method,
+            max_backtrack_layers=args.backtrack_layers,
+            backtrack_ratio=args.backtrack_ratio or 0.0,
+            reference_compat=args.readout_compat,
+        )
+        for method in args.readout or ["trough"]
+    }
+    sections = args.section or [s for s in SECTIONS if s != "likelihood" or args.dataset]
+    if "likelihood" in sections and not args.dataset:
+        raise OptionError("section likelihood needs --dataset FILE (JSON lines with 'question' and 'answer')")
+    texts = [] if args.dataset is None else read_answers(args.dataset, args.limit)
+    if args.threads is not None:
+        if args.threads < 1:
+            raise OptionError(f"--threads must be at least 1, but got {args.threads}")
+        torch.set_num_threads(args.threads)
+    config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
+    pair = load_pair(args.pair, config=config, say=lambda line: print(line, file=sys.stderr))
+    worked = [_encoded(pair, question, answer) for question, answer in texts]
+    run: dict[str, Callable[[], dict[str, Any]]] = {
+        "likelihood": lambda: likelihood(pair, worked, configs),
+        "overhead": lambda: overhead(pair, configs, args.repeats, args.tokens),
+    }
+    for name in sections:
+        about = {"section": name, "pair": pair.name, "dtype": pair.dtype, "threads": torch.get_num_threads()}
+        print(json.dumps({**about, **run[name]()}), flush=True)
     return 0
 
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from viasd.errors import DrafterError, OptionError, ViasdError
+from viasd.errors import DrafterError, OptionError
 from viasd.load import load_pair
 from viasd.loading import LoadConfig
 from viasd.pair import Pair
 from viasd.runtime.adaptive.budget import survivals
 from viasd.runtime.bench.costs import pass_seconds
+from viasd.runtime.command import run_command
 from viasd.standalone import read_record
 
 _HEADINGS = (
@@ -199,24 +200,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None takes those of the process.
 
     Returns:
-        Exit code: 0, or 2 after an error.
+        Exit code: 0, 2 after an error, 130 after Ctrl-C.
     """
     args = _parser().parse_args(argv)
-    try:
-        if args.threads is not None:
-            if args.threads < 1:
-                raise OptionError(f"--threads must be at least 1, but got {args.threads}")
-            torch.set_num_threads(args.threads)
-        config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
-        known, times = [], []
-        for name in args.drafters:
-            pair = load_pair(target=args.target, drafter=name, config=config, say=lambda line: None)
-            known.append(known_of(name, pair))
-            times.append(pass_seconds(pair, {}, range(1, len(known[-1].kept) + 1)))
-            print(f"{name}: measured", file=sys.stderr)
-    except ViasdError as error:
-        print(f"drafters: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("drafters", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.threads is not None:
+        if args.threads < 1:
+            raise OptionError(f"--threads must be at least 1, but got {args.threads}")
+        torch.set_num_threads(args.threads)
+    config = LoadConfig(weights=args.weights, dtype=args.dtype, device=args.device)
+    known, times = [], []
+    for name in args.drafters:
+        pair = load_pair(target=args.target, drafter=name, config=config, say=lambda line: None)
+        known.append(known_of(name, pair))
+        times.append(pass_seconds(pair, {}, range(1, len(known[-1].kept) + 1)))
+        print(f"{name}: measured", file=sys.stderr)
     lines = lines_of(known, times)
     if args.json:
         print(json.dumps([asdict(line) for line in lines]))

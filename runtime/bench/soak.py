@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from viasd.errors import ViasdError
 from viasd.load import load_pair
 from viasd.loading import LoadConfig
 from viasd.pair import Pair, make_pair
 from viasd.runtime.api import generate
+from viasd.runtime.command import run_command
 from viasd.runtime.engine import Engine
 from viasd.runtime.result import Result
 from viasd.testing import byte_tokenizer, perturbed, tiny_model
@@ -199,28 +199,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-budget", type=int, help="bytes; small ones make requests wait")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    return run_command("soak", lambda: _run(args))
 
+
+def _run(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr)
 
-    try:
-        if args.pair is None:
-            model = tiny_model()
-            pair = make_pair(model, byte_tokenizer(), drafter=perturbed(model, 0.3), name="tiny")
-        else:
-            pair = load_pair(args.pair, config=LoadConfig(weights=args.weights, dtype=args.dtype), say=say)
-        found = soak(
-            pair,
-            args.mask,
-            args.requests,
-            args.seed,
-            concurrency=args.concurrency,
-            kv_budget=args.kv_budget,
-            say=say,
-        )
-    except ViasdError as error:
-        print(f"soak: error: {error}", file=sys.stderr)
-        return 2
+    if args.pair is None:
+        model = tiny_model()
+        pair = make_pair(model, byte_tokenizer(), drafter=perturbed(model, 0.3), name="tiny")
+    else:
+        pair = load_pair(args.pair, config=LoadConfig(weights=args.weights, dtype=args.dtype), say=say)
+    found = soak(
+        pair,
+        args.mask,
+        args.requests,
+        args.seed,
+        concurrency=args.concurrency,
+        kv_budget=args.kv_budget,
+        say=say,
+    )
     setting = {"pair": pair.name, "dtype": pair.dtype, "threads": torch.get_num_threads(), "seed": args.seed}
     print(json.dumps({**setting, "well": found.well, **vars(found)}))
     return 0 if found.well else 1

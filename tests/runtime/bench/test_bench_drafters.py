@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from features import feature_file
 from tiny import model_of, tokenizer
 from transformers import AutoModelForCausalLM
 
-from viasd.runtime.bench import confident, drafters
+from viasd.runtime.bench import basics, confident, drafters, soak
 from viasd.runtime.bench.drafters import main, priced
 from viasd.standalone import RECORD
 from viasd.testing import tiny_model
@@ -108,3 +109,23 @@ def test_a_number_of_threads_that_can_not_be_is_one_line(capsys: pytest.CaptureF
         said = capsys.readouterr().err
         assert "--threads must be at least 1, but got 0" in said
         assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [
+        (basics, ["--section", "memory"]),
+        (confident, ["--section", "overhead"]),
+        (drafters, ["--target", "none", "drafter"]),
+        (soak, ["--pair", "none"]),
+    ],
+)
+def test_interrupted_measurements_end_in_one_line(
+    module: ModuleType, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "load_pair", interrupted)
+    assert module.main(argv) == 130
+    assert capsys.readouterr().err == f"{module.__name__.rpartition('.')[2]}: interrupted\n"
