@@ -19,11 +19,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from viasd.artefacts import read_artefact
 from viasd.errors import DrafterError
 from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
@@ -195,14 +195,7 @@ class FeatureDrafterFile:
         Raises:
             DrafterError: If it can't be read or holds something else.
         """
-        try:
-            with safetensors.safe_open(str(path), framework="pt") as file:
-                about = json.loads((file.metadata() or {}).get(_META, "null"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except OSError as error:
-            raise DrafterError(f"can't read drafter file '{path}': {error.strerror or error}") from error
-        except (SafetensorError, ValueError, RecursionError) as error:
-            raise DrafterError(f"'{path}' is no file of a feature drafter: {error}") from error
+        about, tensors = read_artefact(path, _META, "drafter file", "file of a feature drafter", DrafterError)
         known = isinstance(about, dict) and about.get("kind") == KIND and about.get("schema") == SCHEMA_VERSION
         if not known:
             found = (

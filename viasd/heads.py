@@ -19,9 +19,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from viasd.artefacts import read_artefact
 from viasd.errors import HeadsError, OptionError
 from viasd.files import write_atomically
 from viasd.identity import ModelIdentity
@@ -172,14 +172,7 @@ class LightHeads:
         Raises:
             HeadsError: If it can't be read or holds something else.
         """
-        try:
-            with safetensors.safe_open(str(path), framework="pt") as file:
-                about = json.loads((file.metadata() or {}).get(_META, "null"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except OSError as error:
-            raise HeadsError(f"can't read heads file '{path}': {error.strerror or error}") from error
-        except (SafetensorError, ValueError, RecursionError) as error:
-            raise HeadsError(f"'{path}' is no file of light heads: {error}") from error
+        about, tensors = read_artefact(path, _META, "heads file", "file of light heads", HeadsError)
         if not isinstance(about, dict) or about.get("schema") != SCHEMA_VERSION:
             found = about.get("schema") if isinstance(about, dict) else None
             raise HeadsError(
