@@ -197,6 +197,13 @@ def test_cascades_of_drafters_are_lossless(make: Any, config: SamplingConfig) ->
     assert largest_error(law, target_law(Q, 2, config, 3)) < EXACT
 
 
+@pytest.mark.parametrize("limit", [0, 1, 2, 3])
+def test_a_horizontal_cascade_proposes_no_more_than_it_may(limit: int) -> None:
+    drafter = HorizontalDrafter(TableDrafter(P), Guess(), share=1)
+    draft = drafter.propose([0], limit, Sampler(GREEDY).ahead([0]), SeededDraws(0))
+    assert len(draft.tokens) == len(draft.rows) == limit
+
+
 @pytest.mark.parametrize("config", [WARM, SamplingConfig(temperature=0.7, repetition_penalty=1.5)])
 def test_what_a_vertical_cascade_proposes_has_the_drafters_law(config: SamplingConfig) -> None:
     benches: list[Workbench] = []

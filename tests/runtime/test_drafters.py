@@ -173,6 +173,17 @@ def test_the_self_drafter_keeps_only_what_the_slim_verifier_keeps() -> None:
 
 
 @torch.inference_mode()
+def test_the_self_drafter_goes_on_behind_all_that_it_has_run() -> None:
+    # Several tokens have not been run when a block begins, as where all of the one before was kept.
+    ids, model = prompt_ids(), load_layered(model_of("llama"))
+    target = TieredTarget(model, None, Counters())
+    target.prefill(ids[:-4])
+    draft = propose(SelfDrafter(target, Route.full(8)), ids, 6)
+    whole = TieredTarget(model, None, Counters()).full([*ids, *draft.tokens], 7)[:-1]
+    torch.testing.assert_close(torch.stack(list(draft.logits)), whole, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
 def test_the_self_drafter_leaves_the_watermarks_alone() -> None:
     model = load_layered(model_of("llama"))
     target = _prefilled(model)

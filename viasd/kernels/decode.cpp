@@ -627,8 +627,6 @@ static void column_product(const Matrix& matrix, const Team& team, const Inputs&
         }
     }
 }
-#else
-static bool by_columns(const Matrix&, int64_t) { return false; }
 #endif
 
 // This thread's share of a matrix's rows times n inputs -> out[n, out_stride].
