@@ -138,6 +138,23 @@ def test_drafting_now_and_then_makes_no_difference(seed: int) -> None:
             drafter.settle(tokens)
 
 
+def test_taken_back_below_what_it_has_run_it_goes_by_the_last_result_that_is_left() -> None:
+    pair, tokens = feature_pair(), list(answer("llama")[:14])
+    assert pair.feature is not None
+    feature_file(depth=1)  # is taught, which inference mode forbids
+    target = TieredTarget(pair.target, None, Counters())
+    drafter = FeatureDrafter(pair.feature, target, Counters())
+    sampler = Sampler(SamplingConfig(temperature=0.0))
+    with torch.inference_mode():
+        for prefix in (tokens, tokens[:9]):
+            target.settle(prefix)
+            target.prefill(prefix[:-1])
+            drafter.settle(prefix)
+            draft = drafter.propose(prefix, 3, sampler.ahead(prefix), SeededDraws(0))
+            expected = by_definition(prefix, len(prefix) - 1, 3, 1)
+            torch.testing.assert_close(torch.stack(list(draft.logits)), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_states_of_a_long_prompt_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = generate(feature_pair(), prompt_ids(), max_new_tokens=N, **LOSSLESS["sd"])
     monkeypatch.setattr("viasd.runtime.target.PREFILL_CHUNK", 7)
