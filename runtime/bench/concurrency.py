@@ -2,8 +2,9 @@
 
 For every method and concurrency an engine is kept full: whenever a request ends, the next prompt takes its place, with a
 length drawn from one seed. What is measured begins when all places are taken and the first prompts have been run, and ends
-after a time; prompts that come in meanwhile are part of it, as in use. Methods and concurrencies take turns, so that
-a machine that grows slower does so for all. One JSON line a measurement goes to ``--output``; the same command goes on.
+after a time of its own; prompts that come in meanwhile are part of it, as in use. All methods and concurrencies of a repeat
+are under way at once and take turns of a quarter of a second, so that a machine that grows slower does so for all of them.
+One JSON line a measurement goes to ``--output`` when its repeat has ended; the same command goes on.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
 PROG = "concurrency"
 METHODS = ("plain", *(f"sd:gamma={gamma},draft_length=fixed" for gamma in (2, 4, 8)), "sd:gamma=8,adaptive=auto")
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
+_TURN = 0.25  # seconds: many steps, and short beside the moods of a machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the measurements and prints a table on stdout."""
-    return run_command(PROG, lambda: _main(argv), "interrupted; what was measured is kept")
+    return run_command(PROG, lambda: _main(argv), "interrupted; the repeats that had ended are kept")
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -167,37 +169,39 @@ def _measured(
     pair: Pair, args: argparse.Namespace, dataset: Dataset, before: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     had = {(r["method"], r["concurrency"], r["repeat"]) for r in before}
-    learnt: dict[str, Mapping[str, Any] | None] = {}  # coefficients need not be learnt anew at every concurrency
-    for repeat, concurrency, method in itertools.product(range(args.repeats), args.concurrency, args.method):
-        if (method, concurrency, repeat) not in had:
-            record = measure(
+    learnt: dict[str, Mapping[str, Any] | None] = {}  # coefficients need not be learnt anew in every repeat
+    for repeat in range(args.repeats):
+        lanes = {
+            (method, concurrency): Lane(
                 pair,
                 {**method_options(method), "temperature": args.temperature},
                 concurrency,
                 [item.text for item in dataset.items],
                 args.mask,
                 tokens=(args.tokens[0], args.tokens[1]),
-                seconds=args.seconds,
                 seed=args.seed + repeat,
                 state=learnt.get(method),
             )
-            learnt[method] = record.pop("learnt") or learnt.get(method)
-            yield {"method": method, "concurrency": concurrency, "repeat": repeat, **record}
+            for concurrency, method in itertools.product(args.concurrency, args.method)
+            if (method, concurrency, repeat) not in had
+        }
+        for (method, concurrency), found in zip(lanes, in_turns(list(lanes.values()), args.seconds), strict=True):
+            learnt[method] = found.pop("learnt") or learnt.get(method)
+            yield {"method": method, "concurrency": concurrency, "repeat": repeat, **found}
 
 
-def measure(
-    pair: Pair,
-    options: Mapping[str, Any],
-    concurrency: int,
-    texts: Sequence[str],
-    mask: str | None = None,
-    *,
-    tokens: tuple[int, int],
-    seconds: float,
-    seed: int = 0,
-    state: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Throughput of one method at one concurrency.
+def in_turns(lanes: Sequence[Lane], seconds: float) -> list[dict[str, Any]]:
+    """What every lane measured (`Lane.ended`) in so many seconds of its own."""
+    for lane in lanes:
+        lane.warm_up()
+    while late := [lane for lane in lanes if lane.seconds < seconds]:
+        for lane in late:
+            lane.turn(min(_TURN, seconds))
+    return [lane.ended() for lane in lanes]
+
+
+class Lane:
+    """One method at one concurrency: an engine that is kept full.
 
     Args:
         pair: The pair.
@@ -206,60 +210,88 @@ def measure(
         texts: Prompts, drawn from in an order of their own.
         mask: Of the engine.
         tokens: Least and most tokens of an answer.
-        seconds: How long to measure.
         seed: Of order and lengths, and of sampling where Adaptive Verification is off: what it steers follows from no seed,
             so in ``auto`` mode it leaves requests alone that name one.
         state: What Adaptive Verification has learnt before.
 
-    Returns:
-        ``tokens_per_second``, and counts of what ended meanwhile: ``drafted``, ``gated``, ``kept``, ``rounds``, ``emitted``,
-        ``adaptive``; and ``learnt``, for the next measurement.
+    Attributes:
+        seconds: Measured so far.
     """
-    from viasd.runtime.engine import Engine
-    from viasd.runtime.metrics import Counters
 
-    rng = random.Random(seed)
-    options = dict(options)
-    adaptive = options.pop("adaptive", "off")
-    state = None if adaptive == "off" else state
-    engine = Engine(pair, mask=mask, concurrency=concurrency, adaptive=adaptive, adaptive_state=state)
-    added = 0
+    def __init__(
+        self,
+        pair: Pair,
+        options: Mapping[str, Any],
+        concurrency: int,
+        texts: Sequence[str],
+        mask: str | None = None,
+        *,
+        tokens: tuple[int, int],
+        seed: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        from viasd.runtime.engine import Engine
 
-    def fill() -> None:
-        nonlocal added
-        while len(engine.running) + len(engine.waiting) < concurrency:
-            text = texts[rng.randrange(len(texts))]
-            prompt: Any = [{"role": "user", "content": text}] if pair.is_chat else text
-            length = rng.randint(*tokens)
-            sampling: dict[str, Any] = {"seed": seed + added} if adaptive == "off" else {}
-            engine.add(prompt, max_new_tokens=length, ignore_eos=True, **sampling, **options)
-            added += 1
+        self._options = dict(options)
+        self._adaptive = self._options.pop("adaptive", "off")
+        state = None if self._adaptive == "off" else state
+        self._engine = Engine(pair, mask=mask, concurrency=concurrency, adaptive=self._adaptive, adaptive_state=state)
+        self._chat, self._texts, self._tokens = pair.is_chat, texts, tokens
+        self._seed, self._rng = seed, random.Random(seed)
+        self._added = self._emitted = self._steps = 0
+        self.seconds = 0.0
 
-    fill()
-    spoken: set[int] = set()
-    while len(spoken) < concurrency:  # every place has run its prompt
-        spoken |= {event.request for event in engine.step() if event.token_ids}
-        fill()
-    engine.results.clear()
-    emitted, steps, start = 0, 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        emitted += sum(len(event.token_ids) for event in engine.step())
-        steps += 1
-        fill()
-    total = Counters()
-    for result in engine.results.values():
-        total.merge(result.stats)
-    engine.close()
-    counts = {name: getattr(total, name) for name in ("drafted", "gated", "kept", "rounds", "emitted")}
-    return {
-        "tokens_per_second": emitted / elapsed,
-        "tokens": emitted,
-        "seconds": elapsed,
-        "steps": steps,
-        **counts,
-        "adaptive": total.adaptive.as_json(),
-        "learnt": engine.adaptive_state(),
-    }
+    def warm_up(self) -> None:
+        """Takes all places and runs their prompts; nothing of that is measured."""
+        self._fill()
+        spoken: set[int] = set()
+        while len(spoken) < self._engine.concurrency:
+            spoken |= {event.request for event in self._engine.step() if event.token_ids}
+            self._fill()
+        self._engine.results.clear()
+
+    def turn(self, seconds: float) -> None:
+        """Steps for at least so long."""
+        start = time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds:
+            self._emitted += sum(len(event.token_ids) for event in self._engine.step())
+            self._steps += 1
+            self._fill()
+        self.seconds += elapsed
+
+    def ended(self) -> dict[str, Any]:
+        """Closes the engine.
+
+        Returns:
+            ``tokens_per_second``, and counts of what ended meanwhile: ``drafted``, ``gated``, ``kept``, ``rounds``,
+            ``emitted``, ``adaptive``; and ``learnt``, for the next measurement.
+        """
+        from viasd.runtime.metrics import Counters
+
+        total = Counters()
+        for result in self._engine.results.values():
+            total.merge(result.stats)
+        self._engine.close()
+        counts = {name: getattr(total, name) for name in ("drafted", "gated", "kept", "rounds", "emitted")}
+        return {
+            "tokens_per_second": self._emitted / self.seconds,
+            "tokens": self._emitted,
+            "seconds": self.seconds,
+            "steps": self._steps,
+            **counts,
+            "adaptive": total.adaptive.as_json(),
+            "learnt": self._engine.adaptive_state(),
+        }
+
+    def _fill(self) -> None:
+        engine, rng = self._engine, self._rng
+        while len(engine.running) + len(engine.waiting) < engine.concurrency:
+            text = self._texts[rng.randrange(len(self._texts))]
+            prompt: Any = [{"role": "user", "content": text}] if self._chat else text
+            length = rng.randint(*self._tokens)
+            sampling: dict[str, Any] = {"seed": self._seed + self._added} if self._adaptive == "off" else {}
+            engine.add(prompt, max_new_tokens=length, ignore_eos=True, **sampling, **self._options)
+            self._added += 1
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -10,7 +10,7 @@ from tiny import pair_of
 import viasd.load
 from viasd.runtime.adaptive.costs import BatchCosts
 from viasd.runtime.bench import concurrency
-from viasd.runtime.bench.concurrency import main, measure, method_options, table
+from viasd.runtime.bench.concurrency import Lane, in_turns, main, method_options, table
 from viasd.runtime.engine import Engine
 from viasd.runtime.engine import adaptive as adaptive_policy
 
@@ -24,14 +24,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_is_kept_full_while_it_is_measured() -> None:
-    found = measure(
-        pair_of("llama", "model"),
-        {"strategy": "sd", "gamma": 4, "draft_length": "fixed"},
-        3,
-        ["one", "two", "a third one"],
-        tokens=(4, 9),
-        seconds=0.5,
-    )
+    options = {"strategy": "sd", "gamma": 4, "draft_length": "fixed"}
+    lane = Lane(pair_of("llama", "model"), options, 3, ["one", "two", "a third one"], tokens=(4, 9))
+    (found,) = in_turns([lane], 0.5)
     assert found["seconds"] >= 0.5
     assert found["tokens_per_second"] == found["tokens"] / found["seconds"]
     assert found["tokens"] >= 3 * found["steps"] * 0.8  # every place says something in nearly every step
@@ -48,9 +43,8 @@ def test_sampling_is_steered_where_adaptive_verification_is_measured(monkeypatch
     lengths = {}
     for adaptive in ("off", "auto"):
         options = {"strategy": "sd", "gamma": 4, "draft_length": "fixed", "temperature": 1.0, "adaptive": adaptive}
-        found = measure(
-            pair_of("llama", "model", noise=0.1), options, 3, ["one", "two", "three"], tokens=(12, 20), seconds=0.5
-        )
+        pair = pair_of("llama", "model", noise=0.1)
+        (found,) = in_turns([Lane(pair, options, 3, ["one", "two", "three"], tokens=(12, 20))], 0.5)
         assert len(seeds) >= 3
         assert all((seed is None) == (adaptive == "auto") for seed in seeds)
         seeds.clear()
@@ -72,11 +66,12 @@ def test_measurements_are_written_and_continued(
     assert [cell.strip() for cell in header.strip("|").split("|")] == ["tok/s by sequences", "1", "3"]
     made: list[Any] = []
 
-    def counted(*args: Any, **rest: Any) -> Any:
-        made.append(args)
-        return measure(*args, **rest)
+    class Counted(Lane):
+        def __init__(self, *args: Any, **rest: Any) -> None:
+            made.append(args)
+            super().__init__(*args, **rest)
 
-    monkeypatch.setattr(concurrency, "measure", counted)
+    monkeypatch.setattr(concurrency, "Lane", Counted)
     path.write_text("\n".join(lines[:5]) + "\n" + lines[5][:30])
     assert main([*TWO, *FAST, "--output", str(path)]) == 0
     assert len(made) == 3
@@ -85,6 +80,22 @@ def test_measurements_are_written_and_continued(
     assert again[:5] == records[:5]
     assert main([*TWO, *FAST, "--seed", "9", "--output", str(path)]) == 2
     assert "of other settings" in capsys.readouterr().err
+
+
+def test_lanes_take_turns_until_each_has_had_its_time() -> None:
+    turns: list[int] = []
+
+    class Watched(Lane):
+        def turn(self, seconds: float) -> None:
+            turns.append(self._engine.concurrency)
+            super().turn(seconds)
+
+    pair = pair_of("llama", "model")
+    lanes = [Watched(pair, {"strategy": "plain"}, n, ["one", "two"], tokens=(4, 9)) for n in (1, 2, 3)]
+    found = in_turns(lanes, 0.6)
+    assert all(0.6 <= record["seconds"] < 1.2 for record in found)
+    assert turns[:6] == [1, 2, 3, 1, 2, 3]
+    assert all(not lane._engine.running and not lane._engine.waiting for lane in lanes)
 
 
 def test_the_table_gives_medians_and_ratios() -> None:

@@ -15,7 +15,7 @@ from viasd.errors import OptionError
 from viasd.pair import make_pair
 from viasd.runtime import cli
 from viasd.runtime.adaptive.costs import BatchCosts
-from viasd.runtime.bench.concurrency import measure
+from viasd.runtime.bench.concurrency import Lane, in_turns
 from viasd.runtime.engine import adaptive as policy_module
 from viasd.testing import perturbed
 
@@ -118,12 +118,11 @@ def test_a_list_of_prompts_takes_it_too() -> None:
 def test_its_throughput_is_measured_and_what_it_learnt_goes_on() -> None:
     pair = pair_of("llama", "model", noise=0.05)
     wanted = {"strategy": "sd", "gamma": 4, "temperature": 0.0}
-    record = measure(pair, {**wanted, "adaptive": "auto"}, 3, ["one", "two"], tokens=(5, 9), seconds=0.5)
+    adaptive = {**wanted, "adaptive": "auto"}
+    (record,) = in_turns([Lane(pair, adaptive, 3, ["one", "two"], tokens=(5, 9))], 0.5)
     assert record["adaptive"]["offered"] > 0
     seen = record["learnt"]["edges"][0]["estimator"]["observations"]
-    again = measure(
-        pair, {**wanted, "adaptive": "auto"}, 3, ["one"], tokens=(5, 9), seconds=0.2, state=record["learnt"]
-    )
+    (again,) = in_turns([Lane(pair, adaptive, 3, ["one"], tokens=(5, 9), state=record["learnt"])], 0.2)
     assert again["learnt"]["edges"][0]["estimator"]["observations"] > seen > 0
-    off = measure(pair, wanted, 3, ["one"], tokens=(5, 9), seconds=0.1, state=record["learnt"])
+    (off,) = in_turns([Lane(pair, wanted, 3, ["one"], tokens=(5, 9), state=record["learnt"])], 0.1)
     assert off["learnt"] is None
