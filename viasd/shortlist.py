@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +11,13 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from viasd.estimator import logit_of_max
 from viasd.layered import LayeredModel
 from viasd.rows import likeliest
 
 #: Logit of a word off the list: its probability is 0, yet a law is left where processors ban all others.
 UNKNOWN = -1e4
+_SURE = 0.99  # from this probability on, fp32 says too little of what it lacks to 1
 
 
 class ShortReadout:
@@ -61,6 +64,7 @@ class ShortTable:
         self.known = known
         self.words = words
         self.vocabulary = vocabulary
+        self._certainty: dict[float, list[float]] = {}
 
     @cached_property
     def probs(self) -> Tensor:
@@ -79,6 +83,12 @@ class ShortTable:
         # Ids are far below 2^24, so fp32 holds them exactly.
         found = torch.cat((columns.float(), tokens.float(), self.probs.gather(1, columns)), dim=1)
         return [(int(c), int(t), p) for c, t, p in found.tolist()]
+
+    def certainty(self, temperature: float) -> list[float]:
+        """Logit of the largest probability of every row, for all of them at once; see `viasd.estimator.logit_of_max`."""
+        if temperature not in self._certainty:
+            self._certainty[temperature] = logit_of_max(self.known, temperature).tolist()
+        return self._certainty[temperature]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,12 @@ class ShortRow:
     def best(self) -> tuple[int, int, float]:
         """The column that is largest, its token id, and its probability."""
         return self.table.best[self.index]
+
+    def certainty(self, temperature: float) -> float:
+        """Logit of the largest probability; see `viasd.estimator.logit_of_max`."""
+        if temperature in (0.0, 1.0) and (p := self.best[2]) < _SURE:  # which is known already
+            return math.log(p / (1 - p))
+        return self.table.certainty(temperature)[self.index]
 
     def token(self, column: int) -> int:
         """The token id of a column."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,10 +50,16 @@ class Outcome:
         return min(self.accepted + 1, self.admitted)
 
 
-def refit_due(estimator: LogisticEstimator, steps: int) -> bool:
-    """Whether an estimator has seen enough since its last refit, so many decode steps ago."""
-    fitted = estimator.observations - estimator.pending
-    return steps >= REFIT_STEPS or estimator.pending >= min(REFIT_OBSERVATIONS, max(_FIRST_REFIT, fitted))
+def refit_due(estimator: LogisticEstimator, steps: int, waiting: int = 0) -> bool:
+    """Whether an estimator has seen enough since its last refit, so many decode steps ago.
+
+    Args:
+        estimator: The estimator.
+        steps: Decode steps since then.
+        waiting: Observations that it will be told of before it is refitted.
+    """
+    fitted, pending = estimator.observations - estimator.pending, estimator.pending + waiting
+    return steps >= REFIT_STEPS or pending >= min(REFIT_OBSERVATIONS, max(_FIRST_REFIT, fitted))
 
 
 class Edge:
@@ -67,9 +74,26 @@ class Edge:
         if name not in EDGES:
             raise OptionError(f"an edge must be one of {', '.join(EDGES)}, but got '{name}'")
         self.name = name
-        self.estimator = LogisticEstimator(EstimatorConfig(positions=positions, memory=MEMORY))
+        self._estimator = LogisticEstimator(EstimatorConfig(positions=positions, memory=MEMORY))
         self._steps = 0
+        # Observed and not yet added to the estimator's sums, which takes as long for many tokens as for one.
+        self._waiting: list[tuple[float, int, float]] = []
         self._observed = np.zeros(positions)
+
+    @property
+    def estimator(self) -> LogisticEstimator:
+        """The estimator, told of everything that was observed."""
+        if self._waiting:
+            features, places, labels = (np.array(column) for column in zip(*self._waiting, strict=True))
+            self._waiting = []
+            self._estimator.observe(features[:, None], places, labels)
+            np.add.at(self._observed, places, 1)
+        return self._estimator
+
+    @property
+    def observations(self) -> int:
+        """Judged tokens that were learnt from."""
+        return self._estimator.observations + len(self._waiting)
 
     def chances(self, features: Sequence[float] | Array) -> list[float]:
         """Chance of every token of a block, given that those before it are kept.
@@ -81,43 +105,46 @@ class Edge:
         f = np.asarray(features, dtype=np.float64)
         if not f.size:
             return []
-        found: list[float] = self.estimator.predict(f[:, None], self._places(len(f))).tolist()
+        found: list[float] = self._estimator.predict(f[:, None], self._places(len(f))).tolist()
         return found
 
     def chance(self, feature: float, place: int) -> float:
         """The same of a single place."""
-        return float(self.estimator.predict([feature], min(place, len(self.estimator.intercepts) - 1)))
+        # Asked for every token that is drafted, and an array of one takes ten times as long.
+        b = self._estimator.intercepts
+        z = float(self._estimator.slopes[0]) * feature + float(b[min(place, len(b) - 1)])
+        return 1 / (1 + math.exp(-z)) if z > 0 else math.exp(z) / (1 + math.exp(z))
 
     def chances_at(self, features: Sequence[float] | Array, place: int) -> Array:
         """The same of many blocks at one place, ``[n]``; NaN where a feature is."""
         f = np.asarray(features, dtype=np.float64)
-        return self.estimator.predict(f[:, None], np.full(len(f), min(place, len(self.estimator.intercepts) - 1)))
+        return self._estimator.predict(f[:, None], np.full(len(f), min(place, len(self._estimator.intercepts) - 1)))
 
-    def observe(self, outcome: Outcome) -> None:
-        """Learns from a block: its kept tokens and the first refused one, of those that were sent.
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Learns from blocks: their kept tokens and the first refused one, of those that were sent.
 
         Nothing is learnt from a lossy verdict, nor where processors were at work that the features don't know of.
         """
-        n = outcome.judged
-        if outcome.lossy or outcome.processed or not n:
-            return
-        f = np.asarray(outcome.features, dtype=np.float64)[:n]
-        labels = np.arange(n) < outcome.accepted if outcome.overlaps is None else np.asarray(outcome.overlaps)[:n]
-        places = self._places(n)
-        self.estimator.observe(f[:, None], places, labels)
-        np.add.at(self._observed, places, 1)
+        most = len(self._estimator.intercepts) - 1
+        for each in outcomes:
+            if each.lossy or each.processed:
+                continue
+            for place in range(each.judged):
+                label = float(place < each.accepted if each.overlaps is None else each.overlaps[place])
+                self._waiting.append((float(each.features[place]), min(place, most), label))
 
-    def score(self, outcome: Outcome, counts: Reliability) -> None:
-        """Counts what was predicted of a block beside what became of it; before it is learnt from."""
-        chances = self.chances(np.asarray(outcome.features, dtype=np.float64)[: outcome.judged])
-        for place, chance in enumerate(chances):
-            if chance == chance:  # a row of NaN predicts nothing
-                counts.add(chance, place < outcome.accepted)
+    def score(self, heard: Sequence[tuple[Outcome, Reliability]]) -> None:
+        """Counts what was predicted of blocks beside what became of them; before they are learnt from."""
+        for outcome, counts in heard:
+            for place in range(outcome.judged):
+                chance = self.chance(float(outcome.features[place]), place)
+                if chance == chance:  # a row of NaN predicts nothing
+                    counts.add(chance, place < outcome.accepted)
 
     def step(self) -> None:
         """A decode step went by: refits where that is due."""
         self._steps += 1
-        if refit_due(self.estimator, self._steps):
+        if refit_due(self._estimator, self._steps, len(self._waiting)):
             if self.estimator.refit():
                 self._carry()
             self._steps = 0
@@ -125,7 +152,7 @@ class Edge:
     @property
     def coefficients(self) -> list[float]:
         """The slope and the intercepts."""
-        found: list[float] = [*self.estimator.slopes.tolist(), *self.estimator.intercepts.tolist()]
+        found: list[float] = [*self._estimator.slopes.tolist(), *self._estimator.intercepts.tolist()]
         return found
 
     def state(self) -> dict[str, Any]:
@@ -150,7 +177,7 @@ class Edge:
         if len(estimator.slopes) != 1:
             raise OptionError(f"the state of an edge must have one slope, but it has {len(estimator.slopes)}")
         edge = cls(name, len(estimator.intercepts))
-        edge.estimator = estimator
+        edge._estimator = estimator
         estimator.config = replace(estimator.config, memory=MEMORY)  # of a version that remembered nothing, say
         if "observed" not in state:  # of a version that did not count
             observed = np.full(len(estimator.intercepts), float(_KNOWN))
@@ -166,10 +193,10 @@ class Edge:
 
         Drafts that were cut short would else have the places behind judged by the start value for long.
         """
-        b = self.estimator.intercepts
+        b = self._estimator.intercepts
         for place in range(1, len(b)):
             own = min(1.0, self._observed[place] / _KNOWN)
             b[place] = own * b[place] + (1 - own) * b[place - 1]
 
     def _places(self, n: int) -> NDArray[np.intp]:
-        return np.minimum(np.arange(n), len(self.estimator.intercepts) - 1)
+        return np.minimum(np.arange(n), len(self._estimator.intercepts) - 1)

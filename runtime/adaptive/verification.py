@@ -29,7 +29,7 @@ _RESTART = 24
 _SOFT_BELOW = 8  # sequences up to which chances of being kept are learnt from instead of outcomes
 _ENOUGH = 8  # drafts before which the best is hoped of all: nothing is known yet
 _HOPE = 0.9  # chance of every place
-_PLAN_EVERY = 4  # steps for which a limit holds, while as many sequences run: making one takes a while
+_PLAN_EVERY = 12  # steps for which a limit holds, wherever as many sequences run: making one takes a while
 _MARGIN = 1.01  # plain decoding unless drafts promise this much more
 # While little was observed drafts may promise less than that, for nothing would be learnt without any: at first so much
 # less, and half as much after so many tokens.
@@ -103,7 +103,8 @@ class AdaptiveVerification:
         self._seen = History(self.config.window)
         self._restart = Restart(self.config.restart)
         self._trials = Trials()
-        self._plan: _Plan | None = None
+        self._plans: dict[int, _Plan] = {}  # by sequences that run
+        self._step = 0
         self._limit = Limit(gamma)
         self._sequences = 0
         self._costs: BatchCosts | None = None
@@ -114,6 +115,7 @@ class AdaptiveVerification:
         Args:
             sequences: Those that take part in it, whether they will draft or not.
         """
+        self._step += 1
         self.edge.step()
         self.recent.step()
         self._seen.publish()
@@ -149,6 +151,8 @@ class AdaptiveVerification:
             offers: The blocks of one step, in the order of their sequences.
             others: Tokens that are in the verifier's pass anyway; None for one of every sequence of the step.
         """
+        if self.stops_drafting:
+            return [len(offer.features) for offer in offers]
         drafts = [survivals(self.edge.chances(offer.features)) for offer in offers]
         costs = self._costs
         if costs is None:
@@ -169,8 +173,6 @@ class AdaptiveVerification:
         self._seen.forget(sequence)
 
     def _lengths(self, offers: Sequence[Offer], drafts: Survivals, others: int, costs: BatchCosts) -> list[int]:
-        if self.stops_drafting:
-            return [len(draft) for draft in drafts]
         greedy = all(offer.greedy for offer in offers)
         # Verified whole: everything while nothing is known, and what is to show what it is worth.
         whole = [not self._seen.typical or offer.sequence == self._restart.chosen for offer in offers]
@@ -197,38 +199,41 @@ class AdaptiveVerification:
     def _planned(self) -> _Plan:
         """The limit of this step: a few steps old at most, and of as many sequences."""
         assert self._costs is not None
-        made = self._plan
-        for_what = (self._costs, self._sequences, self.gamma)
-        if made is None or made.for_what != for_what or made.steps >= _PLAN_EVERY or len(self.recent) < 2 * _ENOUGH:
-            costs = made.costs if made and made.for_what == for_what else self._costs.step(self._sequences, self.gamma)
+        table, gamma = self._costs, self.gamma
+        made = self._plans.get(self._sequences)
+        fits = made is not None and made.table == table and made.gamma == gamma
+        if made is None or not fits or self._step - made.step >= _PLAN_EVERY or len(self.recent) < 2 * _ENOUGH:
+            costs = made.costs if made is not None and fits else table.step(self._sequences, gamma)
             if len(self.recent) < _ENOUGH:
-                self.usual = np.full(self.gamma, _HOPE)
-                chances = self.usual[None]
+                usual = np.full(gamma, _HOPE)
+                chances = usual[None]
             else:
-                self.usual = self.recent.usual(self.edge, self.gamma)
-                chances = self.recent.chances(self.edge, self.usual)
-            made = _Plan(for_what, costs, *self._chosen(chances, costs))
-        made.steps += 1
-        self._plan = made
+                usual = self.recent.usual(self.edge, gamma)
+                chances = self.recent.chances(self.edge, usual)
+            made = _Plan(table, gamma, self._step, costs, usual, *self._chosen(chances, usual, costs))
+            self._plans[self._sequences] = made
+        self.usual = made.usual
         return made
 
-    def _chosen(self, chances: Array, costs: StepCosts) -> tuple[Choice, Limit]:
+    def _chosen(self, chances: Array, usual: Array, costs: StepCosts) -> tuple[Choice, Limit]:
         """The best limit, and the one that is followed."""
-        best = best_limit(chances, self.usual, costs)
+        best = best_limit(chances, usual, costs)
         if best.pays(_MARGIN) and len(self.recent) >= _ENOUGH:
             return best, best.limit
         # To learn something tokens must be drawn, also those of which little is thought.
-        even = best_limit(chances, self.usual, costs, floors=False)
-        patience = _PATIENCE / (1 + self.edge.estimator.observations / _PATIENCE_OBSERVATIONS)
+        even = best_limit(chances, usual, costs, floors=False)
+        patience = _PATIENCE / (1 + self.edge.observations / _PATIENCE_OBSERVATIONS)
         return (even, even.limit) if even.pays(_MARGIN - patience) else (best, Limit(0))
 
 
 @dataclass
 class _Plan:
-    """A limit, and what it was made for."""
+    """A limit, what it was made for, and when."""
 
-    for_what: tuple[BatchCosts, int, int]
+    table: BatchCosts
+    gamma: int
+    step: int
     costs: StepCosts
+    usual: Array
     choice: Choice
     limit: Limit
-    steps: int = 0

@@ -13,7 +13,7 @@ from viasd.draws import Draws
 from viasd.rows import Rows
 from viasd.runtime.passes import Steps, drive
 from viasd.sampling import Ahead
-from viasd.shortlist import DenseLater
+from viasd.shortlist import DenseLater, ShortRow
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class DraftStop(Protocol):
         """Whether the row of this place is asked for; place 0 begins a draft."""
         ...
 
-    def draws(self, logits: Tensor) -> bool:
+    def draws(self, row: ShortRow) -> bool:
         """Whether a token is drawn from this row; called once for every row that was asked for.
 
         Args:
-            logits: Raw, over the words that the drafter knows: ``[V]``, or ``[m]`` of a shortlist.
+            row: Raw logits over the words that the drafter knows.
         """
         ...
 

@@ -52,7 +52,7 @@ def draft_stepwise(
             break
         said = (yield DraftPass(drafter, feed, 1))[0]
         row = said if isinstance(said, ShortRow) else ShortRow.of(said)
-        if stop is not None and not stop.draws(row.known):
+        if stop is not None and not stop.draws(row):
             break
         if min_confidence > 0 and row.best[2] < min_confidence:
             break

@@ -17,7 +17,7 @@ from viasd.routes import Route
 from viasd.runtime.adaptive.budget import survivals
 from viasd.runtime.adaptive.costs import BatchCosts, batch_costs
 from viasd.runtime.adaptive.edges import EDGES, Edge, Outcome
-from viasd.runtime.adaptive.reliability import Adaptive
+from viasd.runtime.adaptive.reliability import Adaptive, Reliability
 from viasd.runtime.adaptive.three_tiers import CascadeVerification
 from viasd.runtime.adaptive.verification import AdaptiveConfig, AdaptiveVerification, Offer, Tables
 from viasd.runtime.answer import Answer
@@ -25,6 +25,7 @@ from viasd.runtime.config import GenerationConfig
 from viasd.runtime.drafters import FeatureDrafter, LookupDrafter, ModelLine, SelfDrafter
 from viasd.runtime.engine.policy import Block
 from viasd.runtime.passes import Admission, Judged
+from viasd.shortlist import ShortRow
 
 MODES = ("auto", "on", "off")
 _SHARE_LIMIT = 2.0  # logits of an n-gram's shares, which are 1 where it was seen once: none is as sure as that
@@ -84,9 +85,11 @@ class AdaptivePolicy:
         self._sent: dict[tuple[int, str], tuple[list[float], int]] = {}
         self._stops: dict[int, _Stop] = {}
         self._counts: dict[int, Adaptive] = {}  # of requests that something was learnt from
+        self._heard: dict[str, list[tuple[Outcome, Reliability]]] = {}  # since the step began
 
     def begin(self, running: Sequence[tuple[int, Answer]]) -> None:
         """See `AdmissionPolicy`."""
+        self._learn()
         for stop in self._stops.values():
             self.two_tiers.drafted(stop.taken())
         steered = [(n, a) for n, a in running if self.steers(a)]
@@ -156,11 +159,11 @@ class AdaptivePolicy:
             labels = overlaps(verdict.p, verdict.q, outcome.judged)
             outcome = Outcome(features, admitted, verdict.kept, labels)
         self._counts[request] = answer.counters.adaptive
-        edge.score(outcome, answer.counters.adaptive.of(edge.name))
-        edge.observe(outcome)
+        self._heard.setdefault(edge.name, []).append((outcome, answer.counters.adaptive.of(edge.name)))
 
     def ended(self, request: int) -> None:
         """See `AdmissionPolicy`."""
+        self._learn()
         counts = self._counts.pop(request, None)
         self.two_tiers.leave(request)
         self.three_tiers.leave(request)
@@ -172,7 +175,15 @@ class AdaptivePolicy:
 
     def state(self) -> dict[str, Any]:
         """What was learnt, ready for `json.dumps`."""
+        self._learn()
         return {"edges": [edge.state() for edge in self.edges.values()], "drafts": self.two_tiers.recent.state()}
+
+    def _learn(self) -> None:
+        """From all verdicts of a step at once: one by one they would take longer than the drafts that they save."""
+        for name, heard in self._heard.items():
+            self.edges[name].score(heard)
+            self.edges[name].observe([outcome for outcome, _ in heard])
+        self._heard = {}
 
     def _features(self, block: Block) -> list[float]:
         stop = self._stops.get(block.request)
@@ -240,10 +251,10 @@ class _Stop:
         usual = self._controller.usual
         return self._limit.asks(self._reached, float(usual[min(place, len(usual) - 1)]), place)
 
-    def draws(self, logits: Tensor) -> bool:
+    def draws(self, row: ShortRow) -> bool:
         """See `DraftStop`."""
         place = len(self.features)
-        self.features.append(float(logit_of_max(logits, self._temperature)))
+        self.features.append(row.certainty(self._temperature))
         self._reached *= survivals([self._controller.edge.chance(self.features[-1], place)])[0]
         return self._limit.draws(self._reached)
 

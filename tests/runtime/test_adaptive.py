@@ -124,8 +124,9 @@ def observed(outcome: Outcome) -> list[tuple[float, int, float]]:
         def observe(self, f: Any, k: Any, y: Any) -> None:
             found.extend(zip(f[:, 0].tolist(), k.tolist(), y.tolist(), strict=True))
 
-    edge.estimator = Recorder()  # type: ignore[assignment]
-    edge.observe(outcome)
+    edge._estimator = Recorder()  # type: ignore[assignment]
+    edge.observe([outcome])
+    assert isinstance(edge.estimator, Recorder)  # is told now
     return found
 
 
@@ -155,8 +156,8 @@ def test_what_is_observed_of_a_block(outcome: Outcome, expected: list[tuple[floa
 def test_nothing_observed_nothing_changed() -> None:
     edge = Edge("drafter->slim", 3)
     before = edge.state()
-    edge.observe(Outcome([1.0], 0, 0))
-    edge.observe(Outcome([1.0, 2.0], 2, 1, lossy=True))
+    edge.observe([Outcome([1.0], 0, 0)])
+    edge.observe([Outcome([1.0, 2.0], 2, 1, lossy=True)])
     for _ in range(2 * REFIT_STEPS):
         edge.step()
     assert edge.state() == before
@@ -164,7 +165,7 @@ def test_nothing_observed_nothing_changed() -> None:
 
 def test_refits_after_so_many_steps_or_observations() -> None:
     slow, fast = Edge("drafter->full", 2), Edge("drafter->full", 2)
-    slow.observe(Outcome([2.0, 1.0], 2, 0))
+    slow.observe([Outcome([2.0, 1.0], 2, 0)])
     for _ in range(REFIT_STEPS - 1):
         slow.step()
     assert slow.estimator.pending == 1
@@ -172,7 +173,7 @@ def test_refits_after_so_many_steps_or_observations() -> None:
     assert slow.estimator.pending == 0
     refits = []
     for _ in range(3 * REFIT_OBSERVATIONS // 2):
-        fast.observe(Outcome([2.0, 1.0], 2, 2))
+        fast.observe([Outcome([2.0, 1.0], 2, 2)])
         fast.step()
         if not fast.estimator.pending:
             refits.append(fast.estimator.observations)
@@ -182,7 +183,7 @@ def test_refits_after_so_many_steps_or_observations() -> None:
 
 def test_one_confidently_wrong_draft_does_not_end_admission() -> None:
     edge = Edge("drafter->full", 2)
-    edge.observe(Outcome([20.0, 20.0], 2, 0))
+    edge.observe([Outcome([20.0, 20.0], 2, 0)])
     for _ in range(REFIT_STEPS):
         edge.step()
     assert edge.chances([3.0])[0] > 0.3
@@ -191,7 +192,7 @@ def test_one_confidently_wrong_draft_does_not_end_admission() -> None:
 def test_steps_are_counted_anew_after_a_refit() -> None:
     edge = Edge("drafter->full", 2)
     for turn in range(2):
-        edge.observe(Outcome([2.0, 1.0], 2, 0))
+        edge.observe([Outcome([2.0, 1.0], 2, 0)])
         for _ in range(REFIT_STEPS - 1):
             edge.step()
         assert edge.estimator.pending == 1, turn
@@ -202,13 +203,15 @@ def test_steps_are_counted_anew_after_a_refit() -> None:
 def test_a_single_place_is_the_same_as_in_a_block() -> None:
     edge = Edge("drafter->full", 3)
     edge.estimator.intercepts[:] = [0.1, 0.2, 0.3]
-    assert [edge.chance(f, k) for k, f in enumerate(FEATURES)] == edge.chances(FEATURES)
+    features = [*FEATURES, -40.0, 40.0]
+    assert [edge.chance(f, k) for k, f in enumerate(features)] == pytest.approx(edge.chances(features), rel=1e-12)
+    assert math.isnan(edge.chance(math.nan, 0))
 
 
 def test_an_edge_is_saved_and_loaded() -> None:
     edge = Edge("slim->full", 3)
     for i in range(60):
-        edge.observe(Outcome([1.0, 0.0, 2.0], 3, i % 4))
+        edge.observe([Outcome([1.0, 0.0, 2.0], 3, i % 4)])
         edge.step()
     coefficients = edge.coefficients
     again = Edge.from_state(json.loads(json.dumps(edge.state())))
@@ -228,13 +231,13 @@ def test_an_edge_is_saved_and_loaded() -> None:
 def test_places_that_nobody_saw_are_believed_to_be_like_the_one_before() -> None:
     edge = Edge("drafter->full", 4)
     for _ in range(400):
-        edge.observe(Outcome([0.0, 0.0], 2, 2))  # all kept, and never a third token
+        edge.observe([Outcome([0.0, 0.0], 2, 2)])  # all kept, and never a third token
         edge.step()
     one, two, three, four = edge.chances([0.0] * 4)
     assert min(one, two) > 0.7
     assert two == three == four
     for _ in range(400):
-        edge.observe(Outcome([0.0, 0.0, 0.0], 3, 2))
+        edge.observe([Outcome([0.0, 0.0, 0.0], 3, 2)])
         edge.step()
     assert edge.chance(0.0, 2) < 0.3 < 0.7 < edge.chance(0.0, 1)
     stored = edge.state()
@@ -267,7 +270,7 @@ def test_reliability_adds_up() -> None:
 
 def test_predictions_are_counted_beside_what_became_of_them() -> None:
     edge, counts = Edge("drafter->full", 4), Reliability()
-    edge.score(Outcome([math.nan, 6.0, -8.0, 1.0], 4, 2), counts)
+    edge.score([(Outcome([math.nan, 6.0, -8.0, 1.0], 4, 2), counts)])
     assert sum(counts.judged) == 2  # the row of NaN predicts nothing, the token behind the refused one was not judged
     assert counts.kept[9] == 1
     assert counts.kept[0] == 0
@@ -544,8 +547,8 @@ def test_drafting_that_is_paid_already_makes_both_verifiers_look_cheaper() -> No
 def test_edges_of_three_tiers_learn_apart() -> None:
     made = cascade(FLAT)
     for _ in range(REFIT_OBSERVATIONS):
-        made.slim.observe(Outcome(CONFIDENT, 4, 0))
-        made.full.observe(Outcome(CONFIDENT, 4, 4))
+        made.slim.observe([Outcome(CONFIDENT, 4, 0)])
+        made.full.observe([Outcome(CONFIDENT, 4, 4)])
         made.begin([0, 1])
     assert made.slim.chances([2.0])[0] < 0.5 < made.full.chances([2.0])[0]
 

@@ -50,7 +50,7 @@ class TwoTiers:
         return self.inner.admit(offers)
 
     def judged(self, sequence: int, features: list[float], admitted: int, accepted: int) -> None:
-        self.inner.edge.observe(Outcome(features, admitted, accepted))
+        self.inner.edge.observe([Outcome(features, admitted, accepted)])
 
 
 POLICIES = {

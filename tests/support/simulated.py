@@ -84,7 +84,7 @@ class Batch:
                 chances = chance(features[:m])
                 if m:
                     kept = int((self._rng.random(m) < chances).cumprod().sum())
-                    policy.edge.observe(Outcome(features[:m], m, kept))
+                    policy.edge.observe([Outcome(features[:m], m, kept)])
                 # What is to be expected: the policy sees what happened, but luck is not its merit.
                 self.visits[self._running[number][0]] += 1
                 self.tokens += 1 + float(chances.cumprod().sum())

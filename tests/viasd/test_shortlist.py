@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from test_kernels import needs_kernels
 
 from viasd.errors import OptionError
+from viasd.estimator import logit_of_max
 from viasd.kernels.matrices import MOST_TOKENS
 from viasd.layered import LayeredModel
 from viasd.pair import make_pair
@@ -73,6 +76,19 @@ def test_what_a_row_says_is_what_the_row_written_out_says() -> None:
             assert float(row.chance(word)) == pytest.approx(float(whole.chance(word)))
     assert ShortRow(table, 0).best[1] == 3  # of two equal ones the first, as an argmax over all words takes it
     assert table.best[1] is ShortRow(table, 1).best
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_how_sure_a_row_is_does_not_depend_on_how_it_is_found(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    known = torch.randn(6, 40, generator=generator) * torch.tensor([0.1, 1.0, 3.0, 10.0, 30.0, 90.0])[:, None]
+    table = ShortTable(known, torch.arange(40) * 2, 100)
+    exact = logit_of_max(known.double(), temperature).tolist()
+    found = [ShortRow(table, i).certainty(temperature) for i in range(6)]
+    assert found == pytest.approx(exact, abs=1e-3)
+    assert found[0] < 0 < 4.6 < found[-1]  # on both sides of the probability from which on it is computed anew
+    known[2, 7] = float("nan")
+    assert math.isnan(ShortRow(ShortTable(known, None, 40), 2).certainty(temperature))
 
 
 def test_rows_of_a_draft_are_written_out_where_they_are_asked_for() -> None:
