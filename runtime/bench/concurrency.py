@@ -2,9 +2,10 @@
 
 For every method and concurrency an engine is kept full: whenever a request ends, the next prompt takes its place, with a
 length drawn from one seed. What is measured begins when all places are taken and the first prompts have been run, and ends
-after a time of its own; prompts that come in meanwhile are part of it, as in use. All methods and concurrencies of a repeat
-are under way at once and take turns of a quarter of a second, so that a machine that grows slower does so for all of them.
-One JSON line a measurement goes to ``--output`` when its repeat has ended; the same command goes on.
+after so many tokens; prompts that come in meanwhile are part of it, as in use. All have the same requests in the same order,
+so all do the same work. Methods and concurrencies of a repeat are under way at once and take turns of a twentieth of it,
+so that a machine that grows slower does so for all of them. One JSON line a measurement goes to ``--output`` when its repeat
+has ended; the same command goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 PROG = "concurrency"
 METHODS = ("plain", *(f"sd:gamma={gamma},draft_length=fixed" for gamma in (2, 4, 8)), "sd:gamma=8,adaptive=auto")
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
-_TURN = 0.25  # seconds: many steps, and short beside the moods of a machine
+_TURNS = 20  # each is many steps, and short beside the moods of a machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dataset", metavar="FILE", help="prompts, as for viasd-bench (default: built-in ones)")
     parser.add_argument("--limit", type=int, metavar="N", help="prompts per task")
     parser.add_argument("--tokens", default="32,128", metavar="LEAST,MOST", help="lengths of answers")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of every measurement")
+    parser.add_argument("--work", type=int, default=4000, metavar="TOKENS", help="emitted in every measurement")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", metavar="FILE")
@@ -88,7 +89,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.tokens = _numbers("tokens", args.tokens)
     if len(args.tokens) != 2 or args.tokens[0] > args.tokens[1]:
         raise OptionError(f"--tokens takes the least and the most, such as 32,128, but got {args.tokens}")
-    for name in ("seconds", "repeats"):
+    for name in ("work", "repeats"):
         if not getattr(args, name) > 0:
             raise OptionError(f"--{name} must be above 0, but got {getattr(args, name)}")
     for method in args.method:
@@ -140,7 +141,7 @@ def _settings(pair: Pair, args: argparse.Namespace, dataset: Dataset) -> dict[st
         "dataset": dataset.sha256,
         "limit": args.limit,
         "tokens": args.tokens,
-        "seconds": args.seconds,
+        "work": args.work,
         "seed": args.seed,
     }
 
@@ -185,18 +186,18 @@ def _measured(
             for concurrency, method in itertools.product(args.concurrency, args.method)
             if (method, concurrency, repeat) not in had
         }
-        for (method, concurrency), found in zip(lanes, in_turns(list(lanes.values()), args.seconds), strict=True):
+        for (method, concurrency), found in zip(lanes, in_turns(list(lanes.values()), args.work), strict=True):
             learnt[method] = found.pop("learnt") or learnt.get(method)
             yield {"method": method, "concurrency": concurrency, "repeat": repeat, **found}
 
 
-def in_turns(lanes: Sequence[Lane], seconds: float) -> list[dict[str, Any]]:
-    """What every lane measured (`Lane.ended`) in so many seconds of its own."""
+def in_turns(lanes: Sequence[Lane], work: int) -> list[dict[str, Any]]:
+    """What every lane measured (`Lane.ended`) while it emitted so many tokens."""
     for lane in lanes:
         lane.warm_up()
-    while late := [lane for lane in lanes if lane.seconds < seconds]:
-        for lane in late:
-            lane.turn(min(_TURN, seconds))
+    for turn in range(1, _TURNS + 1):
+        for lane in lanes:
+            lane.go_on(work * turn / _TURNS)
     return [lane.ended() for lane in lanes]
 
 
@@ -214,8 +215,6 @@ class Lane:
             so in ``auto`` mode it leaves requests alone that name one.
         state: What Adaptive Verification has learnt before.
 
-    Attributes:
-        seconds: Measured so far.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class Lane:
         self._chat, self._texts, self._tokens = pair.is_chat, texts, tokens
         self._seed, self._rng = seed, random.Random(seed)
         self._added = self._emitted = self._steps = 0
-        self.seconds = 0.0
+        self._seconds = 0.0
 
     def warm_up(self) -> None:
         """Takes all places and runs their prompts; nothing of that is measured."""
@@ -250,14 +249,14 @@ class Lane:
             self._fill()
         self._engine.results.clear()
 
-    def turn(self, seconds: float) -> None:
-        """Steps for at least so long."""
+    def go_on(self, tokens: float) -> None:
+        """Steps until so many tokens have been emitted since the warm-up."""
         start = time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds:
+        while self._emitted < tokens:
             self._emitted += sum(len(event.token_ids) for event in self._engine.step())
             self._steps += 1
             self._fill()
-        self.seconds += elapsed
+        self._seconds += time.perf_counter() - start
 
     def ended(self) -> dict[str, Any]:
         """Closes the engine.
@@ -274,9 +273,9 @@ class Lane:
         self._engine.close()
         counts = {name: getattr(total, name) for name in ("drafted", "gated", "kept", "rounds", "emitted")}
         return {
-            "tokens_per_second": self._emitted / self.seconds,
+            "tokens_per_second": self._emitted / self._seconds,
             "tokens": self._emitted,
-            "seconds": self.seconds,
+            "seconds": self._seconds,
             "steps": self._steps,
             **counts,
             "adaptive": total.adaptive.as_json(),

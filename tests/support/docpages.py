@@ -46,7 +46,7 @@ _SHORT = {
     "viasd-fit heads": ("--steps", "2", "--batch", "64"),
     "viasd-fit stitches": ("--tokens", "200", "--exam", "256"),
     "viasd-bench": ("--max-new-tokens", "4", "--repeats", "1", "--limit", "1"),
-    "viasd.runtime.bench.concurrency": ("--seconds", "0.05", "--repeats", "1", "--tokens", "2,4", "--limit", "1"),
+    "viasd.runtime.bench.concurrency": ("--work", "20", "--repeats", "1", "--tokens", "2,4", "--limit", "1"),
     "viasd.runtime.bench.acceptance": ("--drafts", "40", "--max-new-tokens", "6", "--limit", "1"),
     "viasd.runtime.bench.basics": ("--repeats", "1"),
     "viasd.runtime.bench.soak": ("--requests", "12"),

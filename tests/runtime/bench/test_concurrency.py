@@ -14,7 +14,7 @@ from viasd.runtime.bench.concurrency import Lane, in_turns, main, method_options
 from viasd.runtime.engine import Engine
 from viasd.runtime.engine import adaptive as adaptive_policy
 
-FAST = ("--seconds", "0.05", "--repeats", "2", "--concurrency", "1,3", "--tokens", "3,6", "--limit", "1")
+FAST = ("--work", "30", "--repeats", "2", "--concurrency", "1,3", "--tokens", "3,6", "--limit", "1")
 TWO = ("--method", "plain", "--method", "sd:gamma=3,draft_length=fixed")
 
 
@@ -26,8 +26,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_is_kept_full_while_it_is_measured() -> None:
     options = {"strategy": "sd", "gamma": 4, "draft_length": "fixed"}
     lane = Lane(pair_of("llama", "model"), options, 3, ["one", "two", "a third one"], tokens=(4, 9))
-    (found,) = in_turns([lane], 0.5)
-    assert found["seconds"] >= 0.5
+    (found,) = in_turns([lane], 400)
+    assert 400 <= found["tokens"] < 400 + 3 * 5
     assert found["tokens_per_second"] == found["tokens"] / found["seconds"]
     assert found["tokens"] >= 3 * found["steps"] * 0.8  # every place says something in nearly every step
     assert found["kept"] <= found["gated"] <= found["drafted"]
@@ -44,7 +44,7 @@ def test_sampling_is_steered_where_adaptive_verification_is_measured(monkeypatch
     for adaptive in ("off", "auto"):
         options = {"strategy": "sd", "gamma": 4, "draft_length": "fixed", "temperature": 1.0, "adaptive": adaptive}
         pair = pair_of("llama", "model", noise=0.1)
-        (found,) = in_turns([Lane(pair, options, 3, ["one", "two", "three"], tokens=(12, 20))], 0.5)
+        (found,) = in_turns([Lane(pair, options, 3, ["one", "two", "three"], tokens=(12, 20))], 400)
         assert len(seeds) >= 3
         assert all((seed is None) == (adaptive == "auto") for seed in seeds)
         seeds.clear()
@@ -82,19 +82,19 @@ def test_measurements_are_written_and_continued(
     assert "of other settings" in capsys.readouterr().err
 
 
-def test_lanes_take_turns_until_each_has_had_its_time() -> None:
-    turns: list[int] = []
+def test_lanes_take_turns_at_the_same_work() -> None:
+    turns: list[tuple[int, float]] = []
 
     class Watched(Lane):
-        def turn(self, seconds: float) -> None:
-            turns.append(self._engine.concurrency)
-            super().turn(seconds)
+        def go_on(self, tokens: float) -> None:
+            turns.append((self._engine.concurrency, tokens))
+            super().go_on(tokens)
 
     pair = pair_of("llama", "model")
     lanes = [Watched(pair, {"strategy": "plain"}, n, ["one", "two"], tokens=(4, 9)) for n in (1, 2, 3)]
-    found = in_turns(lanes, 0.6)
-    assert all(0.6 <= record["seconds"] < 1.2 for record in found)
-    assert turns[:6] == [1, 2, 3, 1, 2, 3]
+    found = in_turns(lanes, 200)
+    assert all(200 <= record["tokens"] < 200 + n for n, record in zip((1, 2, 3), found, strict=True))
+    assert turns == [(n, 10.0 * turn) for turn in range(1, 21) for n in (1, 2, 3)]
     assert all(not lane._engine.running and not lane._engine.waiting for lane in lanes)
 
 
@@ -129,7 +129,7 @@ def test_methods_are_strategies_with_options() -> None:
         (("--method", "sd:gamma"), "--method takes NAME:OPTION=VALUE"),
         (("--concurrency", "1,0"), "--concurrency takes whole numbers"),
         (("--tokens", "9,3"), "--tokens takes the least and the most"),
-        (("--seconds", "0"), "--seconds must be above 0"),
+        (("--work", "0"), "--work must be above 0"),
         (("--method", "sd:gama=3", *FAST), "unknown option 'gama'"),
         (("--method", "adadecode", *FAST), "in a wave of its own"),
     ],

@@ -119,10 +119,10 @@ def test_its_throughput_is_measured_and_what_it_learnt_goes_on() -> None:
     pair = pair_of("llama", "model", noise=0.05)
     wanted = {"strategy": "sd", "gamma": 4, "temperature": 0.0}
     adaptive = {**wanted, "adaptive": "auto"}
-    (record,) = in_turns([Lane(pair, adaptive, 3, ["one", "two"], tokens=(5, 9))], 0.5)
+    (record,) = in_turns([Lane(pair, adaptive, 3, ["one", "two"], tokens=(5, 9))], 400)
     assert record["adaptive"]["offered"] > 0
     seen = record["learnt"]["edges"][0]["estimator"]["observations"]
-    (again,) = in_turns([Lane(pair, adaptive, 3, ["one"], tokens=(5, 9), state=record["learnt"])], 0.2)
+    (again,) = in_turns([Lane(pair, adaptive, 3, ["one"], tokens=(5, 9), state=record["learnt"])], 200)
     assert again["learnt"]["edges"][0]["estimator"]["observations"] > seen > 0
-    (off,) = in_turns([Lane(pair, wanted, 3, ["one"], tokens=(5, 9), state=record["learnt"])], 0.1)
+    (off,) = in_turns([Lane(pair, wanted, 3, ["one"], tokens=(5, 9), state=record["learnt"])], 50)
     assert off["learnt"] is None
