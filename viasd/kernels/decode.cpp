@@ -47,6 +47,7 @@ static const int LANES = 16;
 static const int64_t AHEAD = 8192;
 static const int64_t INNERMOST = 1 << 15;  // bytes of weights that stay in the innermost cache
 static const int MOST_DIM = 512;  // of a head
+static const int64_t MANY_QUERIES = 128;  // of a key head, that threads share by turns
 static const int GROUP = 32;  // weights that share a scale in int4
 #ifdef __AVX512F__
 static const int MOST_ROWS = 6;  // 4 x 6 sums, 4 weights and an input fit into 32 registers
@@ -549,81 +550,118 @@ INLINE void transposed(__m512i r[16]) {  // 16 x 16
     }
 }
 
-// Up to 16 rows [columns, stride] -> pairs [k / 2, 16].
+// Up to 16 rows [columns, stride] -> pairs [16, k / 32, 16]: those of every lane of a vector of weights lie together.
 static void pair_columns(const float* rows, int64_t stride, int64_t columns, int64_t k, uint32_t* pairs) {
     const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1)), upper = _mm512_set1_epi32(int(0xffff0000u));
-    for (int64_t i = 0; i < k; i += 32) {
+    const int64_t steps = k / 32;
+    for (int64_t i = 0; i < steps; i++) {
         __m512i block[16];
         for (int64_t c = 0; c < 16; c++) {
             block[c] = _mm512_setzero_si512();
             if (c >= columns) continue;
-            __m512i a = _mm512_loadu_si512(rows + c * stride + i), b = _mm512_loadu_si512(rows + c * stride + i + LANES);
+            __m512i a = _mm512_loadu_si512(rows + c * stride + 32 * i), b = _mm512_loadu_si512(rows + c * stride + 32 * i + LANES);
             __m512i even = _mm512_permutex2var_epi32(a, evens, b), odd = _mm512_permutex2var_epi32(a, odds, b);
             block[c] = _mm512_or_si512(_mm512_srli_epi32(even, 16), _mm512_and_si512(odd, upper));
         }
         transposed(block);
-        for (int64_t c = 0; c < 16; c++) _mm512_storeu_si512(pairs + (i / 2 + c) * 16, block[c]);
+        for (int64_t lane = 0; lane < 16; lane++) _mm512_storeu_si512(pairs + (lane * steps + i) * 16, block[lane]);
     }
 }
 
-// Sums over the pairs that lanes j and j + 2 of a vector of weights would have added up.
-INLINE void two_lanes(const uint16_t* const w[EIGHT], const uint32_t* x, int64_t steps, int j, const char* ahead,
-                      __m512 out[EIGHT]) {
-    __m512 a[EIGHT], b[EIGHT];
-    for (int r = 0; r < EIGHT; r++) a[r] = b[r] = _mm512_setzero_ps();
+// Sums over the pairs that lanes j and j + 2 of a vector of weights would have added up: R weight rows, C times 16 inputs.
+// Meanwhile memory is asked for from `ahead` on, if that is not null, as much as a weight row.
+template <int R, int C>
+INLINE void two_lanes(const uint16_t* const* w, const uint32_t* const* x, int64_t steps, int j, const char* ahead,
+                      __m512 out[R][C]) {
+    __m512 a[R][C], b[R][C];
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) a[r][c] = b[r][c] = _mm512_setzero_ps();
     for (int64_t i = 0; i < steps; i++) {
-        const __m512bh first = (__m512bh)_mm512_loadu_si512(x + (16 * i + j) * 16);
-        const __m512bh second = (__m512bh)_mm512_loadu_si512(x + (16 * i + j + 2) * 16);
-        __builtin_prefetch(ahead + 64 * i, 0, 2);
-        for (int r = 0; r < EIGHT; r++) {
+        __m512bh first[C], second[C];
+        for (int c = 0; c < C; c++) {
+            first[c] = (__m512bh)_mm512_loadu_si512(x[c] + (j * steps + i) * 16);
+            second[c] = (__m512bh)_mm512_loadu_si512(x[c] + ((j + 2) * steps + i) * 16);
+        }
+        if (ahead) __builtin_prefetch(ahead + 64 * i, 0, 2);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
             int32_t pair, other;
             memcpy(&pair, w[r] + 32 * i + 2 * j, 4);
             memcpy(&other, w[r] + 32 * i + 2 * j + 4, 4);
-            a[r] = _mm512_dpbf16_ps(a[r], first, (__m512bh)_mm512_set1_epi32(pair));
-            b[r] = _mm512_dpbf16_ps(b[r], second, (__m512bh)_mm512_set1_epi32(other));
+            const __m512bh all = (__m512bh)_mm512_set1_epi32(pair), rest = (__m512bh)_mm512_set1_epi32(other);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) {
+                a[r][c] = _mm512_dpbf16_ps(a[r][c], first[c], all);
+                b[r][c] = _mm512_dpbf16_ps(b[r][c], second[c], rest);
+            }
         }
     }
-    for (int r = 0; r < EIGHT; r++) out[r] = a[r] + b[r];
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) out[r][c] = a[r][c] + b[r][c];
 }
 
-// Eight weight rows times 16 inputs, every sum in the order of `packed_dots` and `sums`, so that the bits are the same.
+// Eight weight rows times C times 16 inputs, every sum in the order of `packed_dots` and `sums`, so that the bits are the same.
 // Meanwhile as many rows are asked for, from `ahead` on, one after another: all at once they would be too many to be in flight.
-static void column_rows(const uint16_t* const w[EIGHT], const uint32_t* x, int64_t k, const char* ahead, __m512 out[EIGHT]) {
+template <int C>
+static void column_rows(const uint16_t* const w[EIGHT], const uint32_t* const x[C], int64_t k, const char* ahead,
+                        __m512 out[EIGHT][C]) {
     const int64_t steps = k / 32;
-    __m512 quarter[4][EIGHT], other[EIGHT];
-    for (int g = 0; g < 4; g++) {
-        two_lanes(w, x, steps, 4 * g, ahead + 4 * g * k, quarter[g]);
-        two_lanes(w, x, steps, 4 * g + 1, ahead + (4 * g + 2) * k, other);
-        for (int r = 0; r < EIGHT; r++) quarter[g][r] += other[r];
+    const int R = EIGHT / C;  // rows at a time: sums of more would not fit into registers
+    // Sums of lanes 4g and 4g + 2, and of 4g + 1 and 4g + 3, and of both.
+    auto quarter = [&](int g, __m512 sum[EIGHT][C]) {
+        for (int r = 0; r < EIGHT; r += R)
+            two_lanes<R, C>(w + r, x, steps, 4 * g, ahead && !r ? ahead + 4 * g * k : nullptr, sum + r);
+        for (int r = 0; r < EIGHT; r += R) {
+            __m512 other[R][C];
+            two_lanes<R, C>(w + r, x, steps, 4 * g + 1, ahead && !r ? ahead + (4 * g + 2) * k : nullptr, other);
+            for (int i = 0; i < R; i++) for (int c = 0; c < C; c++) sum[r + i][c] += other[i][c];
+        }
+    };
+    __m512 quarters[4][EIGHT][C];
+    for (int g = 0; g < 4; g++) quarter(g, quarters[g]);
+    for (int r = 0; r < EIGHT; r++)
+        for (int c = 0; c < C; c++)
+            out[r][c] = (quarters[0][r][c] + quarters[2][r][c]) + (quarters[1][r][c] + quarters[3][r][c]);
+}
+
+// A block of eight weight rows times C times 16 inputs from the m-th on -> out.
+template <int C>
+static void column_block(const Matrix& matrix, int64_t block, const Inputs& inputs, int64_t m, int64_t n, const char* ahead,
+                         float* out, int64_t out_stride) {
+    const int64_t k = matrix.cols;
+    // The last rows with some before them rather than fewer than eight.
+    const int64_t first = block + EIGHT <= matrix.rows ? block : matrix.rows - EIGHT;
+    const uint16_t* w[EIGHT];
+    for (int r = 0; r < EIGHT; r++) w[r] = (const uint16_t*)matrix.weight + (first + r) * k;
+    const uint32_t* x[C];
+    for (int c = 0; c < C; c++) x[c] = inputs.from(m + 16 * c, k).pairs;
+    float add[LANES] = {};
+    const uint16_t* bias = (const uint16_t*)matrix.bias;
+    if (bias) for (int r = 0; r < EIGHT; r++) add[r] = widened(bias[first + r]);
+    const __mmask16 kept = __mmask16((0xff << (block - first)) & 0xff);
+    __m512 sums[EIGHT][C];
+    column_rows<C>(w, x, k, ahead, sums);
+    for (int c = 0; c < C; c++) {
+        union { __m512 rows[16]; __m512i lanes[16]; };
+        for (int r = 0; r < 16; r++) rows[r] = r < EIGHT ? sums[r][c] : _mm512_setzero_ps();
+        transposed(lanes);
+        for (int64_t i = 0; i < 16 && m + 16 * c + i < n; i++)
+            _mm512_mask_storeu_ps(out + (m + 16 * c + i) * out_stride + first, kept, (__m512)rounded((Floats)rows[i] + load(add)));
     }
-    for (int r = 0; r < EIGHT; r++) out[r] = (quarter[0][r] + quarter[2][r]) + (quarter[1][r] + quarter[3][r]);
 }
 
 static void column_product(const Matrix& matrix, const Team& team, const Inputs& inputs, int64_t n, float* out,
                            int64_t out_stride, const Matrix* next) {
-    const int64_t k = matrix.cols;
+    const int64_t row = matrix.cols * 2;
     const Range mine = rows_of(matrix, team);
-    const uint16_t* bias = (const uint16_t*)matrix.bias;
     for (int64_t block = mine.from; block < mine.to; block += EIGHT) {
-        // The last rows with some before them rather than fewer than eight.
-        const int64_t first = block + EIGHT <= matrix.rows ? block : matrix.rows - EIGHT;
-        const uint16_t* w[EIGHT];
-        for (int r = 0; r < EIGHT; r++) w[r] = (const uint16_t*)matrix.weight + (first + r) * k;
-        float add[LANES] = {};
-        if (bias) for (int r = 0; r < EIGHT; r++) add[r] = widened(bias[first + r]);
         // Two blocks further on, where this matrix ends in the next one: a block takes about as long as memory takes to answer.
-        const char* ahead = (const char*)(w[0] + 2 * EIGHT * k);
-        if (const int64_t beyond = block + 2 * EIGHT - mine.to; beyond >= 0 && next)
-            ahead = (const char*)next->weight + rows_of(*next, team).from * row_bytes(*next) + beyond * k * 2;
-        const __mmask16 kept = __mmask16((0xff << (block - first)) & 0xff);
-        for (int64_t m = 0; m < n; m += 16) {
-            union { __m512 sums[16]; __m512i lanes[16]; };
-            for (int r = EIGHT; r < 16; r++) sums[r] = _mm512_setzero_ps();
-            column_rows(w, inputs.from(m, k).pairs, k, m ? (const char*)w[0] : ahead, sums);
-            transposed(lanes);
-            for (int64_t c = 0; c < 16 && m + c < n; c++)
-                _mm512_mask_storeu_ps(out + (m + c) * out_stride + first, kept, (__m512)rounded((Floats)sums[c] + load(add)));
+        const int64_t beyond = block + 2 * EIGHT - mine.to;
+        const char* ahead = (const char*)matrix.weight + (block + 2 * EIGHT) * row;
+        if (beyond >= 0 && next) ahead = (const char*)next->weight + rows_of(*next, team).from * row_bytes(*next) + beyond * row;
+        // A weight that serves two vectors of inputs is loaded half as often, and loads are what there are too many of.
+        for (int64_t m = 0; m < n; m += 32, ahead = nullptr) {
+            if (m + 16 < n) column_block<2>(matrix, block, inputs, m, n, ahead, out, out_stride);
+            else column_block<1>(matrix, block, inputs, m, n, ahead, out, out_stride);
         }
     }
 }
@@ -755,6 +793,18 @@ static Inputs prepared(const float* rows, int64_t stride, int64_t n, int64_t k, 
         memcpy(packed + i, &h, sizeof h);
     }
     return made;
+}
+
+// Whether two matrices of as many columns take the same inputs.
+static bool alike(const Matrix& a, const Matrix& b, int64_t n) {
+    bool same = a.kind == b.kind;
+#ifdef TILES
+    same = same && by_tiles(a) == by_tiles(b);
+#endif
+#ifdef __AVX512BF16__
+    same = same && by_columns(a, n) == by_columns(b, n);
+#endif
+    return same;
 }
 
 template <class A>
@@ -962,9 +1012,10 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
     if (call.part != MLP) {
         for (int64_t m = 0; m < n; m++) normed<A>(layer.before_attention, own.rows + m * d, own.input + m * d, width);
         int64_t offset = 0;
+        Inputs in = prepared(own.input, d, n, width, layer.qkv[0], own.inputs);
         for (const Matrix& matrix : layer.qkv) {
             if (!matrix.weight) continue;
-            Inputs in = prepared(own.input, d, n, width, matrix, own.inputs);
+            if (!alike(layer.qkv[0], matrix, n)) in = prepared(own.input, d, n, width, matrix, own.inputs);
             const bool more = &matrix < layer.qkv + 2 && (&matrix)[1].weight;
             product<A>(matrix, team, in, n, shared.qkv + offset, q, more ? &matrix + 1 : &layer.out);
             offset += matrix.rows;
@@ -1000,33 +1051,45 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
         };
         for (int64_t s = 0; s < call.n_segments; s++) {
             const Segment& segment = segments[s];
-            // Queries by key head, so that those of a thread share keys.
-            const int64_t of_head = segment.length * each;
-            Range mine = share(kv * of_head, team.thread, team.threads);
-            for (int64_t at = mine.from; at < mine.to;) {
-                const int64_t head = at / of_head, end = (head + 1) * of_head < mine.to ? (head + 1) * of_head : mine.to;
+            const int64_t of_head = segment.length * each;  // queries, by key head, so that those beside each other share keys
+            // Some of them -> how many those were.
+            auto attend_from = [&](int64_t head, int64_t from, int64_t to, const T* following) {
                 Query queries[MOST_ROWS];
                 int count = 0;
-                for (; at < end && count < MOST_ROWS; at++, count++) {
-                    int64_t i = at % of_head / each, h = head * each + at % each, position = segment.start + i;
+                for (; from < to && count < MOST_ROWS; from++, count++) {
+                    int64_t i = from / each, h = head * each + from % each, position = segment.start + i;
                     queries[count] = {shared.qkv + (row + i) * q + h * dim, shared.attended + (row + i) * a + h * dim,
                                       lowest(position), position};
                 }
                 const int64_t offset = head * segment.capacity * dim;
-                const T* following = keys_of(segment, at < mine.to ? at / of_head : head);
-                if (at == mine.to && s + 1 < call.n_segments && segments[s + 1].length) {
-                    const int64_t its = segments[s + 1].length * each;
-                    following = keys_of(segments[s + 1], share(kv * its, team.thread, team.threads).from / its);
-                }
                 attend_some<A>(layer, queries, count, (const T*)segment.keys + offset, (const T*)segment.values + offset,
                                following, own.scores, own.scores_stride);
+                return count;
+            };
+            if (of_head >= MANY_QUERIES) {
+                // Later queries see more keys, so threads take turns. Keys are soon in every thread's cache.
+                for (int64_t head = 0; head < kv; head++)
+                    for (int64_t at = team.thread * MOST_ROWS; at < of_head; at += team.threads * MOST_ROWS)
+                        attend_from(head, at, of_head, keys_of(segment, head));
+            } else {
+                const Range mine = share(kv * of_head, team.thread, team.threads);
+                for (int64_t at = mine.from; at < mine.to;) {
+                    const int64_t head = at / of_head, end = (head + 1) * of_head < mine.to ? (head + 1) * of_head : mine.to;
+                    const int64_t next = end - at < MOST_ROWS ? end : at + MOST_ROWS;
+                    const T* following = keys_of(segment, next < mine.to ? next / of_head : head);
+                    if (next == mine.to && s + 1 < call.n_segments && segments[s + 1].length) {
+                        const int64_t its = segments[s + 1].length * each;
+                        following = keys_of(segments[s + 1], share(kv * its, team.thread, team.threads).from / its);
+                    }
+                    at += attend_from(head, at - head * of_head, end - head * of_head, following);
+                }
             }
             row += segment.length;
         }
         for (int64_t m = team.thread; m < n; m += team.threads)
             for (int64_t i = heads * dim; i < a; i++) shared.attended[m * a + i] = 0.0f;
         team.wait();
-        Inputs in = prepared(shared.attended, a, n, heads * dim, layer.out, own.inputs);
+        in = prepared(shared.attended, a, n, heads * dim, layer.out, own.inputs);
         product<A>(layer.out, team, in, n, shared.projected, d, &layer.up);
         team.wait();
         for (int64_t m = 0; m < n; m++) {
@@ -1043,8 +1106,10 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
         for (int64_t m = 0; m < n; m++) normed<A>(layer.before_mlp, own.rows + m * d, own.input + m * d, width);
         // A thread computes gate and up of the same places, so it can join them without waiting for others.
         const auto [from, to] = rows_of(layer.up, team);
-        product<A>(layer.up, team, prepared(own.input, d, n, width, layer.up, own.inputs), n, shared.inner, wide, &layer.gate);
-        product<A>(layer.gate, team, prepared(own.input, d, n, width, layer.gate, own.inputs), n, shared.gates, wide, &layer.down);
+        Inputs in = prepared(own.input, d, n, width, layer.up, own.inputs);
+        product<A>(layer.up, team, in, n, shared.inner, wide, &layer.gate);
+        if (!alike(layer.up, layer.gate, n)) in = prepared(own.input, d, n, width, layer.gate, own.inputs);
+        product<A>(layer.gate, team, in, n, shared.gates, wide, &layer.down);
         for (int64_t m = 0; m < n; m++) {
             float* up = shared.inner + m * wide;
             const float* gate = shared.gates + m * wide;
@@ -1055,7 +1120,7 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
             if (to == layer.inner) for (i = layer.inner; i < wide; i++) up[i] = 0.0f;
         }
         team.wait();
-        Inputs in = prepared(shared.inner, wide, n, layer.inner, layer.down, own.inputs);
+        in = prepared(shared.inner, wide, n, layer.inner, layer.down, own.inputs);
         product<A>(layer.down, team, in, n, shared.projected, d, following);
         team.wait();
     }
