@@ -2,10 +2,10 @@
 
 For every method and concurrency an engine is kept full: whenever a request ends, the next prompt takes its place, with a
 length drawn from one seed. What is measured begins when all places are taken and the first prompts have been run, and ends
-after so many tokens; prompts that come in meanwhile are part of it, as in use. All have the same requests in the same order,
-so all do the same work. Methods and concurrencies of a repeat are under way at once and take turns of a twentieth of it,
-so that a machine that grows slower does so for all of them. One JSON line a measurement goes to ``--output`` when its repeat
-has ended; the same command goes on.
+after so many tokens; prompts that come in meanwhile are part of it, as in use, and the first requests are met somewhere on
+their way, so that they don't all end at once. All have the same requests in the same order, so all do the same work. Methods
+and concurrencies of a repeat are under way at once and take turns of a twentieth of it, so that a machine that grows slower
+does so for all. One JSON line a measurement goes to ``--output`` when its repeat has ended; the same command goes on.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Lane:
         pair: The pair.
         options: Of every request; ``adaptive`` among them is the engine's.
         concurrency: Requests that run at once.
-        texts: Prompts, drawn from in an order of their own.
+        texts: Prompts, each once in an order of its own before any comes again.
         mask: Of the engine.
         tokens: Least and most tokens of an answer.
         seed: Of order and lengths, and of sampling where Adaptive Verification is off: what it steers follows from no seed,
@@ -237,6 +237,7 @@ class Lane:
         self._engine = Engine(pair, mask=mask, concurrency=concurrency, adaptive=self._adaptive, adaptive_state=state)
         self._chat, self._texts, self._tokens = pair.is_chat, texts, tokens
         self._seed, self._rng = seed, random.Random(seed)
+        self._deck: list[str] = []
         self._added = self._emitted = self._steps = 0
         self._seconds = 0.0
 
@@ -285,9 +286,13 @@ class Lane:
     def _fill(self) -> None:
         engine, rng = self._engine, self._rng
         while len(engine.running) + len(engine.waiting) < engine.concurrency:
-            text = self._texts[rng.randrange(len(self._texts))]
+            if not self._deck:
+                self._deck = rng.sample(self._texts, len(self._texts))
+            text = self._deck.pop()
             prompt: Any = [{"role": "user", "content": text}] if self._chat else text
             length = rng.randint(*self._tokens)
+            if self._added < engine.concurrency:
+                length = rng.randint(1, length)
             sampling: dict[str, Any] = {"seed": self._seed + self._added} if self._adaptive == "off" else {}
             engine.add(prompt, max_new_tokens=length, ignore_eos=True, **sampling, **self._options)
             self._added += 1

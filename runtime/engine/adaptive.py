@@ -96,7 +96,8 @@ class AdaptivePolicy:
         two = [(n, a) for n, a in steered if a.plan.strategy != "cascade"]
         three = [(n, a) for n, a in steered if a.plan.strategy == "cascade"]
         self._running = len(running)
-        self._context = max((len(answer.tokens) for _, answer in running), default=1)
+        # The mean: what attention takes grows with the sum of all, and one long request must not stand for the others.
+        self._context = sum(len(answer.tokens) for _, answer in running) // max(1, len(running)) or 1
         for kind, answers in (("two", two), ("three", three)):
             if answers:
                 answer = answers[0][1]

@@ -356,6 +356,17 @@ def test_costs_are_those_of_the_batch_that_runs(monkeypatch: pytest.MonkeyPatch)
     assert context >= len(prompt_ids()[:8])
 
 
+def test_costs_are_those_of_the_mean_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(policy_module, "batch_costs", lambda *args: asked.append(args[3]) or table(0.1))
+    pair = pair_of("llama", "model")
+    engine = Engine(pair, concurrency=3, adaptive="on")
+    for length in (4, 8, 60):
+        engine.add((prompt_ids() * 8)[:length], max_new_tokens=4, temperature=0.0, strategy="sd")
+    engine.step()
+    assert asked == [(4 + 8 + 60) // 3]
+
+
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
