@@ -1248,8 +1248,8 @@ static void expand(const Matrix& matrix, const Team& team, void* out) {
     }
 }
 
-// Whether many bf16 rows are multiplied as fast here as by a library made for that: the columns reach 0.9 of what the processor
-// can do. Of tiles nothing of the kind is known.
+// Whether many bf16 rows are multiplied as fast here as by a library made for that: the columns reach three quarters of what
+// the processor can do. Of tiles nothing of the kind is known.
 extern "C" int viasd_many() {
 #if defined(TILES)
     return 0;

@@ -12,7 +12,9 @@ import torch
 from features import feature_pair
 from tiny import pair_of, prompt_ids
 
+from viasd.estimator import EstimatorConfig
 from viasd.runtime import answer as answer_module
+from viasd.runtime.adaptive import edges, verification
 from viasd.runtime.adaptive.costs import BatchCosts
 from viasd.runtime.adaptive.edges import Edge
 from viasd.runtime.adaptive.stopping import Limit
@@ -26,7 +28,7 @@ from viasd.runtime.passes import Steps
 from viasd.sampling import Sampler, SamplingConfig
 from viasd.testing import EnumeratingDraws
 
-LENGTH = 3  # tokens whose law is looked at: the most that a round with two drafted tokens emits
+LENGTH = 4  # tokens whose law is looked at: as many as two rounds with one drafted token can emit
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 2}  # two tokens a place, so that all can be enumerated
 COSTS = BatchCosts(2, 8, {n: 1.0 + 0.01 * n for n in range(1, 9)}, {}, {1: 0.01})
 PROMPTS = (prompt_ids()[:6], prompt_ids()[:9])
@@ -60,17 +62,18 @@ def completed(drafter: str, prompt: list[int], said: list[int]) -> dict[tuple[in
 
 
 class Round(NamedTuple):
-    """What became of both requests in one round: tokens, tokens drafted, features of the rows asked for."""
+    """What became of both requests: tokens, tokens drafted in the last round, features of the rows it asked for."""
 
     said: list[list[int]]
     drafted: list[int]
     features: list[list[float]]
 
 
-def one_round(drafter: str, draws: EnumeratingDraws, monkeypatch: pytest.MonkeyPatch) -> Round:
+def rounds(drafter: str, draws: EnumeratingDraws, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Round:
     monkeypatch.setattr(answer_module, "SeededDraws", lambda _seed: draws)
     engine = Engine(pair(drafter), mask=None, concurrency=2, adaptive="on")
-    options = {"strategy": "sd", "gamma": 2, "max_new_tokens": 40, "ignore_eos": True, "self_skip": 0.1}
+    gamma = 2 if count == 1 else 1
+    options = {"strategy": "sd", "gamma": gamma, "max_new_tokens": 40, "ignore_eos": True, "self_skip": 0.1}
     for prompt in PROMPTS:
         engine.add(prompt, **options, **SAMPLING)
     emitted: set[int] = set()
@@ -79,20 +82,24 @@ def one_round(drafter: str, draws: EnumeratingDraws, monkeypatch: pytest.MonkeyP
     assert emitted == {0, 1}  # in one step
     answers = [request.answer for request in engine._running]
     assert len(answers) == 2
+    before = [0, 0]
+    for _ in range(count - 1):
+        before = [answer.counters.drafted for answer in answers]
+        engine.step()
     assert isinstance(engine.policy, policy_module.AdaptivePolicy)
     return Round(
         [answer.produced for answer in answers],
-        [answer.counters.drafted for answer in answers],
+        [answer.counters.drafted - n for answer, n in zip(answers, before, strict=True)],
         [engine.policy._stops[number].features for number in (0, 1)],
     )
 
 
-def law_error(drafter: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, set[tuple[int, ...]]]:
-    """Distance of the joint law from independent answers of the target, and how much was drafted for both."""
+def law_error(drafter: str, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> tuple[float, set[tuple[int, ...]]]:
+    """Distance of the joint law from independent answers of the target, and how much was drafted last for both."""
     law: dict[Any, float] = {}
     drafted = set()
     for draws in EnumeratingDraws().paths():
-        found = one_round(drafter, draws, monkeypatch)
+        found = rounds(drafter, draws, monkeypatch, count)
         drafted.add(tuple(found.drafted))
         ends = [completed(drafter, prompt, tokens) for prompt, tokens in zip(PROMPTS, found.said, strict=True)]
         for (one, a), (two, b) in itertools.product(*(end.items() for end in ends)):
@@ -110,7 +117,7 @@ def floor_between(drafter: str, monkeypatch: pytest.MonkeyPatch) -> float:
     edge = Edge("drafter->full", 2)
     reached = set()
     for draws in EnumeratingDraws().paths():
-        for found in one_round(drafter, draws, monkeypatch).features:
+        for found in rounds(drafter, draws, monkeypatch).features:
             reached.add(edge.chance(found[0], 0) * edge.chance(found[1], 1))
     return float(np.median(sorted(reached)))
 
@@ -130,6 +137,22 @@ def test_drafts_that_stop_before_a_token_is_drawn_are_exact(drafter: str, monkey
     assert len(drafted) >= 2
 
 
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What became of one draft is learnt from at once, and decides whether the next is drawn."""
+    monkeypatch.setattr(AdaptiveVerification, "soft", lambda self, sequences: False)
+    monkeypatch.setattr(edges, "refit_due", lambda estimator, steps, waiting: waiting > 0)
+    monkeypatch.setattr(edges, "EstimatorConfig", lambda **rest: EstimatorConfig(**rest, shrink=0.1, max_step=8.0))
+    for name, value in (("_ENOUGH", 1), ("_PLAN_EVERY", 1), ("_PATIENCE", 0.0)):
+        monkeypatch.setattr(verification, name, value)
+
+
+def test_a_round_that_learnt_from_the_one_before_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty(monkeypatch)
+    error, drafted = law_error("model", monkeypatch, 2)
+    assert error < 1e-6
+    assert drafted >= {(0, 0), (1, 1)}
+
+
 @pytest.mark.parametrize("drafter", ["model", "feature", "self"])
 def test_drafts_that_stop_after_a_token_was_seen_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def peeking(*args: Any, **options: Any) -> Steps[Draft]:
@@ -145,3 +168,7 @@ def test_drafts_that_stop_after_a_token_was_seen_are_caught(drafter: str, monkey
         monkeypatch.setattr(module, "draft_stepwise", peeking)
     error, _ = law_error(drafter, monkeypatch)
     assert error > 1e-3
+    if drafter == "model":
+        hasty(monkeypatch)
+        error, _ = law_error(drafter, monkeypatch, 2)
+        assert error > 1e-3
