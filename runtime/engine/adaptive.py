@@ -105,7 +105,8 @@ class AdaptivePolicy:
                 self._routes[kind] = (answer.target.route if kind == "three" else None, own)
                 controller = self.two_tiers if kind == "two" else self.three_tiers
                 controller.gamma = max(a.config.decoding.gamma for _, a in answers)
-        self._stops = {n: stop for n, stop in self._stops.items() if any(n == m for m, _ in two)}
+        steered_two = {n for n, _ in two}
+        self._stops = {n: stop for n, stop in self._stops.items() if n in steered_two}
         for number, answer in two:
             if number not in self._stops and isinstance(answer.drafter, _STOPPED):
                 self._stops[number] = _Stop(self.two_tiers, number, answer.config.sampling.temperature)

@@ -16,6 +16,8 @@ from viasd.runtime.target import prefill_chunk
 
 MOST_ROWS = 64  # that share passes; one that ends makes room for the next
 _PIECES = 8  # of prompts in one pass
+_CROWD = 4  # rows from which on drafts are trimmed to what pays beside the others, if nobody said how long they are
+_LEARNT = "what adaptive verification has learnt"  # in the pair's room, from one request to the next
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ def _together(rows: list[RowSession]) -> list[Answer]:
     budget = max(KVBudget.of(pair, None).total, *needed)
     if sum(sorted(needed)[-most:]) > budget:
         _log.info("%d rows may need more memory than half of what is free, so some wait for others to end", len(rows))
+    crowd = most >= _CROWD and rows[0].config.decoding.draft_length is None
     engine = Engine(
         pair,
         mask=None,
@@ -59,6 +62,8 @@ def _together(rows: list[RowSession]) -> list[Answer]:
         concurrency=most,
         kv_budget=budget,
         prompt_budget=min(most, _PIECES) * prefill_chunk(pair.target.device),
+        adaptive="auto" if crowd else "off",
+        adaptive_state=pair.measured.get(_LEARNT) if crowd else None,
         isolated=False,
     )
     open_rows = {engine.enter(row): row for row in rows}
@@ -72,6 +77,8 @@ def _together(rows: list[RowSession]) -> list[Answer]:
             for event in events:
                 if event.result is not None:
                     answers[event.request] = open_rows.pop(event.request).done()
+        if crowd:
+            pair.measured[_LEARNT] = engine.adaptive_state()
     finally:
         for row in open_rows.values():
             row.close()

@@ -16,9 +16,12 @@ import viasd
 from viasd.errors import LoadError
 from viasd.kernels.build import why_missing
 from viasd.layered import LayeredModel
+from viasd.runtime.adaptive.costs import BatchCosts
+from viasd.runtime.engine import adaptive as policy
 from viasd.runtime.engine import batch, memory
 from viasd.runtime.guard import GuardedGate
 from viasd.runtime.hf import decode, together
+from viasd.runtime.hf.driven import kept
 from viasd.testing import perturbed, tiny_model
 
 N = 24
@@ -63,6 +66,7 @@ def test_every_row_is_what_it_is_alone(how: str, sampled: bool, monkeypatch: Any
     if sampled:
         settings |= {"num_return_sequences": 2, "temperature": 1.3}
     monkeypatch.setattr(together, "MOST_ROWS", 5)  # the others wait for a place
+    monkeypatch.setattr(together, "_CROWD", 2 if how == "paced" else 99)
     shared = call(model, TEXTS, how, **settings)
     by_row()
     alone = call(model, TEXTS, how, **settings)
@@ -76,6 +80,31 @@ def test_every_row_is_what_it_is_alone(how: str, sampled: bool, monkeypatch: Any
     pairs = list(zip(shared.viasd, alone.viasd, strict=True))
     assert how == "paced" or all(same(ours, theirs) for ours, theirs in pairs)  # lengths by measured times
     assert [r.seed for r in shared.viasd] == [r.seed for r in alone.viasd]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "trimmed"),
+    [(7, {}, True), (3, {}, False), (7, {"do_sample": True}, False), (7, FIXED, False)],
+)
+def test_drafts_of_many_rows_are_trimmed(rows: int, options: dict[str, Any], trimmed: bool, monkeypatch: Any) -> None:
+    steep = BatchCosts(8, 64, {n: 0.001 * n for n in range(1, 99)}, {}, {})
+    monkeypatch.setattr(policy, "batch_costs", lambda *_: steep)
+    model = tiny_model("llama")
+    learnt: list[int] = []
+    for _ in range(2):
+        out = call(model, TEXTS[:rows], "paced", **options)
+        if not options:
+            assert torch.equal(out.sequences, call(model, TEXTS[:rows], "plain").sequences)
+        counts = [result.stats.adaptive for result in out.viasd]
+        assert any(c.admitted < c.offered for c in counts) == trimmed
+        rooms = [kinds["lookup"] for kinds in kept(model).measured.values()]
+        learnt += [
+            room[together._LEARNT]["edges"][0]["estimator"]["observations"]
+            for room in rooms
+            if together._LEARNT in room
+        ]
+    assert len(learnt) == 2 * trimmed
+    assert learnt == sorted(set(learnt))  # the second request goes on where the first ended
 
 
 def test_passes_are_shared_and_a_row_leaves_when_it_has_ended(monkeypatch: Any) -> None:
