@@ -761,6 +761,14 @@ static void add_groups(const float* x, int64_t stride, int64_t n, int64_t k, flo
 // Inputs of a product from rows [n, stride] padded with zeros; `spare` has room for `inputs_size(n, stride)` floats.
 static int64_t inputs_size(int64_t n, int64_t stride) { return (n + 15) / 16 * 16 * (stride / 2) + n * (stride / GROUP); }
 
+// Numbers that bf16 can hold, as it holds them; n is a multiple of 16.
+INLINE void pack(const float* rows, int64_t n, uint16_t* packed) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        Halves h = __builtin_convertvector((Words)load(rows + i) >> 16, Halves);
+        memcpy(packed + i, &h, sizeof h);
+    }
+}
+
 static Inputs prepared(const float* rows, int64_t stride, int64_t n, int64_t k, const Matrix& matrix, float* spare) {
     uint16_t* packed = (uint16_t*)spare;
     uint32_t* pairs = (uint32_t*)spare;
@@ -788,10 +796,7 @@ static Inputs prepared(const float* rows, int64_t stride, int64_t n, int64_t k, 
         return made;
     }
 #endif
-    for (int64_t i = 0; i < n * stride; i += LANES) {
-        Halves h = __builtin_convertvector((Words)load(rows + i) >> 16, Halves);
-        memcpy(packed + i, &h, sizeof h);
-    }
+    pack(rows, n * stride, packed);
     return made;
 }
 
@@ -855,15 +860,22 @@ static void attend(const Layer& layer, const Query* queries, const typename A::T
         last = queries[m].high > last ? queries[m].high : last;
     }
     const int64_t from = first / LANES * LANES, n = last - from + 1;  // scores begin at position `from`
+    const int64_t width = padded(dim);
     alignas(64) float heads[M * MOST_DIM];
-    for (int m = 0; m < M; m++) memcpy(heads + m * dim, queries[m].head, dim * sizeof(float));
+    alignas(64) uint16_t packed[M * MOST_DIM];
+    for (int m = 0; m < M; m++) {
+        memcpy(heads + m * width, queries[m].head, dim * sizeof(float));
+        for (int64_t i = dim; i < width; i++) heads[m * width + i] = 0.0f;
+    }
+    if (sizeof(T) == sizeof(uint16_t)) pack(heads, M * width, packed);
+    const Inputs in = {heads, width, packed, nullptr, nullptr};
     const T* held = values + from * dim;
     for (int64_t j = 0; j < n; j += 4) {
         const T* w[4];
         ask_for(held + j * dim, 4 * dim);
         for (int r = 0; r < 4; r++) w[r] = keys + (from + (j + r < n ? j + r : n - 1)) * dim;
         float four[M][4];
-        dots<A, M>(w, heads, dim, dim, 0, four);
+        dense<M>(w, in, dim, 0, four);
         for (int m = 0; m < M; m++) memcpy(scores + m * stride + j, four[m], sizeof four[m]);
     }
     float by[M];
