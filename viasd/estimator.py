@@ -209,8 +209,10 @@ class LogisticEstimator:
             with suppress(np.linalg.LinAlgError):
                 dw = np.linalg.solve(schur, s.g0 - b @ (s.g1 / c)) * (n.sum() / (n.sum() + config.shrink))
             dw[~np.isfinite(dw) | (config.nonnegative_slopes & (self.slopes + dw < 0))] = 0.0
-            # One factor for all slopes: clipping each alone would turn the step away from the Newton direction.
-            dw *= min(1.0, config.max_step / max(float(np.abs(dw).max()), 1e-300))
+            # One factor for all slopes: clipping each alone would turn the step away from the Newton direction. Nor may they
+            # shift the logit of the mean row further than an intercept may answer, or every refit would make it worse.
+            shift = abs(float(b.sum(axis=1) @ dw)) / float(c.sum())
+            dw *= min(1.0, config.max_step / max(float(np.abs(dw).max()), shift, 1e-300))
             slopes = np.clip(self.slopes + dw, -config.slope_cap, config.slope_cap)
             db = (s.g1 - b.T @ (slopes - self.slopes)) / c * (n / (n + config.shrink))
             db[~np.isfinite(db)] = 0.0

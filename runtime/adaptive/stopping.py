@@ -111,4 +111,5 @@ def _floors(survivals: Array) -> Array:
     """Floors worth trying, falling, with 0 the last."""
     levels = np.unique(survivals)[::-1]
     stride = max(1, math.ceil(len(levels) / (_CANDIDATES - 1)))
-    return np.append(levels[stride - 1 :: stride], 0.0)
+    # A touch lower, for a row like the one that a level is of must reach it whatever rounding does.
+    return np.append(levels[stride - 1 :: stride] * (1 - _TIE), 0.0)

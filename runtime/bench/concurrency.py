@@ -5,7 +5,8 @@ length drawn from one seed. What is measured begins when all places are taken an
 after so many tokens; prompts that come in meanwhile are part of it, as in use, and the first requests are met somewhere on
 their way, so that they don't all end at once. All have the same requests in the same order, so all do the same work. Methods
 and concurrencies of a repeat are under way at once and take turns of a twentieth of it, so that a machine that grows slower
-does so for all. One JSON line a measurement goes to ``--output`` when its repeat has ended; the same command goes on.
+does so for all; memory must suffice for all of them, too. One JSON line a measurement goes to ``--output`` when its repeat
+has ended; the same command goes on.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class Lane:
         state = None if self._adaptive == "off" else state
         self._engine = Engine(pair, mask=mask, concurrency=concurrency, adaptive=self._adaptive, adaptive_state=state)
         self._chat, self._texts, self._tokens = pair.is_chat, texts, tokens
-        self._seed, self._rng = seed, random.Random(seed)
+        self._seed, self._rng, self._first = seed, random.Random(seed), random.Random(f"{seed}:first")
         self._deck: list[str] = []
         self._added = self._emitted = self._steps = 0
         self._seconds = 0.0
@@ -292,7 +293,7 @@ class Lane:
             prompt: Any = [{"role": "user", "content": text}] if self._chat else text
             length = rng.randint(*self._tokens)
             if self._added < engine.concurrency:
-                length = rng.randint(1, length)
+                length = self._first.randint(1, length)
             sampling: dict[str, Any] = {"seed": self._seed + self._added} if self._adaptive == "off" else {}
             engine.add(prompt, max_new_tokens=length, ignore_eos=True, **sampling, **self._options)
             self._added += 1

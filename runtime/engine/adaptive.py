@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ class AdaptivePolicy:
 
     Laws stay what they are, but how much of a draft is verified depends on the other requests, and so does which draws a
     sampled answer is made of. A request that names a seed wants the very tokens that this seed gives alone: in ``auto`` mode
-    it is left in peace. So are two tiers whose drafter is made of two (lookup first, vertical, horizontal): what its next
-    token costs is not known before it is there.
+    it is left in peace. So is a bounded one, whose answer at temperature 0, too, may depend on what is verified; and two
+    tiers whose drafter is made of two (lookup first, vertical, horizontal): what its next token costs is not known before
+    it is there.
 
     Args:
         pair: The pair.
@@ -202,14 +204,21 @@ class AdaptivePolicy:
         return self.three_tiers.admit_to_full(offers, others)
 
     def leaves(self, config: GenerationConfig) -> bool:
-        """Whether requests of this configuration are left in peace: what they say must follow from their seed."""
-        return self._mode == "auto" and not config.sampling.greedy and config.seed is not None
+        """Whether requests of this configuration are left in peace: what they say must not depend on the others."""
+        seeded = not config.sampling.greedy and config.seed is not None
+        return self._mode == "auto" and (seeded or config.decoding.mode == "bounded")
 
     def paces(self, config: GenerationConfig) -> bool:
         """Whether it says how long drafts are, where a request alone would choose that by its own costs."""
         decoding = config.decoding
         own = decoding.draft_length is None and decoding.strategy in ("auto", "cascade", "sd")
         return own and not self.leaves(config) and not self._pair.lookup_first
+
+    def paced(self, config: GenerationConfig) -> GenerationConfig:
+        """The same, but that where `paces` drafts end where one more token does not pay by the costs of a batch."""
+        if not self.paces(config):
+            return config
+        return replace(config, decoding=replace(config.decoding, draft_length="fixed"))
 
     def steers(self, answer: Answer) -> bool:
         """Whether it decides how much of this request's drafts is verified."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,9 +127,8 @@ class Engine:
         """
         config = settled_config(config, options)
         _check_shares(config)
-        if isinstance(self.policy, AdaptivePolicy) and self.policy.paces(config):
-            # Drafts end where one more token does not pay, by the costs of a batch instead of those of one sequence.
-            config = replace(config, decoding=replace(config.decoding, draft_length="fixed"))
+        if isinstance(self.policy, AdaptivePolicy):
+            config = self.policy.paced(config)
         chat = check_prompt_kind(prompt)
         mask = None if config.decoding.unmasked else self.mask
         answer = Answer(

@@ -26,7 +26,7 @@ from viasd.runtime.hf.options import Own, configured, pair_of, room_of, slim_mas
 from viasd.runtime.hf.prepared import PreparedSampler, of_row
 from viasd.runtime.hf.refusals import check_arguments, check_batch, check_settings, left_padding
 from viasd.runtime.hf.rows import Answer, RowSession, Wanted, end_tokens
-from viasd.runtime.hf.together import decoded
+from viasd.runtime.hf.together import Crowd, decoded
 from viasd.runtime.metrics import Counters
 from viasd.runtime.result import Result, describe_loss
 from viasd.shipped import resolve_heads
@@ -137,6 +137,9 @@ def generate(
         scores=bool(returned and generation_config.output_scores),
         logits=bool(returned and generation_config.output_logits),
     )
+    crowd = Crowd.of(pair, config, mask, len(padding))
+    if crowd is not None:
+        config = crowd.policy.paced(config)
     rows: list[RowSession] = []
     for row, spare in enumerate(padding):
         ids = input_ids[row : row + 1]
@@ -159,7 +162,7 @@ def generate(
                 name=f"row {row}" if len(padding) > 1 else None,
             )
         )
-    answers = decoded(rows)
+    answers = decoded(rows, crowd)
     if streamer is not None:
         streamer.end()
     results = [answer.result for answer in answers]

@@ -289,3 +289,20 @@ def test_probabilities_stay_finite_at_the_ends():
     estimator = LogisticEstimator(EstimatorConfig(positions=1))
     assert estimator.predict([[1e9], [-1e9]], 0).tolist() == [1.0, 0.0]
     assert np.isnan(estimator.predict([[np.nan]], 0))[0]
+
+
+@pytest.mark.parametrize("memory", [0.0, 1000.0])
+@pytest.mark.parametrize("feature", [-12.0, -4.6, 0.0])
+@pytest.mark.parametrize("rate", [0.05, 0.81])
+def test_a_feature_that_hardly_varies_does_not_drive_the_coefficients_apart(
+    feature: float, rate: float, memory: float
+) -> None:
+    rng = np.random.default_rng(1)
+    estimator = LogisticEstimator(EstimatorConfig(positions=2, memory=memory))
+    for refit in range(30):
+        f = feature + 0.01 * rng.standard_normal((200, 1))
+        estimator.observe(f, rng.integers(0, 2, 200), rng.random(200) < rate)
+        estimator.refit()
+        if refit >= 15:
+            for place in (0, 1):
+                assert estimator.predict([feature], place) == pytest.approx(rate, abs=0.25), (refit, place)

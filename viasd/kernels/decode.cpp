@@ -1024,10 +1024,11 @@ static void layer_of_thread(const Call& call, int64_t which, const Team& team, c
     if (call.part != MLP) {
         for (int64_t m = 0; m < n; m++) normed<A>(layer.before_attention, own.rows + m * d, own.input + m * d, width);
         int64_t offset = 0;
-        Inputs in = prepared(own.input, d, n, width, layer.qkv[0], own.inputs);
+        const Matrix* form = layer.qkv;  // for which inputs are prepared
+        Inputs in = prepared(own.input, d, n, width, *form, own.inputs);
         for (const Matrix& matrix : layer.qkv) {
             if (!matrix.weight) continue;
-            if (!alike(layer.qkv[0], matrix, n)) in = prepared(own.input, d, n, width, matrix, own.inputs);
+            if (!alike(*form, matrix, n)) in = prepared(own.input, d, n, width, *(form = &matrix), own.inputs);
             const bool more = &matrix < layer.qkv + 2 && (&matrix)[1].weight;
             product<A>(matrix, team, in, n, shared.qkv + offset, q, more ? &matrix + 1 : &layer.out);
             offset += matrix.rows;

@@ -16,7 +16,9 @@ import viasd
 from viasd.errors import LoadError
 from viasd.kernels.build import why_missing
 from viasd.layered import LayeredModel
+from viasd.runtime import assembly
 from viasd.runtime.adaptive.costs import BatchCosts
+from viasd.runtime.costs import CostTable
 from viasd.runtime.engine import adaptive as policy
 from viasd.runtime.engine import batch, memory
 from viasd.runtime.guard import GuardedGate
@@ -25,6 +27,7 @@ from viasd.runtime.hf.driven import kept
 from viasd.testing import perturbed, tiny_model
 
 N = 24
+STEEP = BatchCosts(8, 64, {n: 0.001 * n for n in range(1, 99)}, {n: 0.001 * n for n in range(1, 99)}, {})
 TEXTS = ("hello hello world, hello", "hi there, hi", "a", "one two, one two, one", "no", "world, hello", "hi hi hi hi")
 LONG = ("hello hello world, hello. " * 14, "hi there, hi", "no no " * 50)  # one of more than a piece
 FIXED: dict[str, Any] = {"viasd_options": {"draft_length": "fixed"}}
@@ -51,7 +54,7 @@ def by_row(monkeypatch: Any) -> Any:
     """Lets rows be decoded one after the other."""
 
     def use() -> None:
-        monkeypatch.setattr(decode, "decoded", lambda rows: [row.run() for row in rows])
+        monkeypatch.setattr(decode, "decoded", lambda rows, _: [row.run() for row in rows])
 
     return use
 
@@ -66,7 +69,9 @@ def test_every_row_is_what_it_is_alone(how: str, sampled: bool, monkeypatch: Any
     if sampled:
         settings |= {"num_return_sequences": 2, "temperature": 1.3}
     monkeypatch.setattr(together, "MOST_ROWS", 5)  # the others wait for a place
-    monkeypatch.setattr(together, "_CROWD", 2 if how == "paced" else 99)
+    if how != "bounded":  # which is left in peace
+        monkeypatch.setattr(together, "_CROWD", 2 if how == "paced" else 99)
+    monkeypatch.setattr(policy, "batch_costs", lambda *_: STEEP)
     shared = call(model, TEXTS, how, **settings)
     by_row()
     alone = call(model, TEXTS, how, **settings)
@@ -78,17 +83,19 @@ def test_every_row_is_what_it_is_alone(how: str, sampled: bool, monkeypatch: Any
             close = {} if why_missing() else {"atol": 0.0, "rtol": 0.0}
             torch.testing.assert_close(ours, theirs, **close)
     pairs = list(zip(shared.viasd, alone.viasd, strict=True))
-    assert how == "paced" or all(same(ours, theirs) for ours, theirs in pairs)  # lengths by measured times
+    # Lengths by measured times; and somebody counted.
+    assert how in ("paced", "bounded") or all(same(ours, theirs) for ours, theirs in pairs)
     assert [r.seed for r in shared.viasd] == [r.seed for r in alone.viasd]
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "trimmed"),
-    [(7, {}, True), (3, {}, False), (7, {"do_sample": True}, False), (7, FIXED, False)],
+    [(7, {}, True), (3, {}, None), (7, {"do_sample": True}, None), (7, FIXED, None)],
 )
-def test_drafts_of_many_rows_are_trimmed(rows: int, options: dict[str, Any], trimmed: bool, monkeypatch: Any) -> None:
-    steep = BatchCosts(8, 64, {n: 0.001 * n for n in range(1, 99)}, {}, {})
-    monkeypatch.setattr(policy, "batch_costs", lambda *_: steep)
+def test_drafts_of_many_rows_are_trimmed(
+    rows: int, options: dict[str, Any], trimmed: bool | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(policy, "batch_costs", lambda *_: STEEP)
     model = tiny_model("llama")
     learnt: list[int] = []
     for _ in range(2):
@@ -96,15 +103,25 @@ def test_drafts_of_many_rows_are_trimmed(rows: int, options: dict[str, Any], tri
         if not options:
             assert torch.equal(out.sequences, call(model, TEXTS[:rows], "plain").sequences)
         counts = [result.stats.adaptive for result in out.viasd]
-        assert any(c.admitted < c.offered for c in counts) == trimmed
+        assert any(c.admitted < c.offered for c in counts) == bool(trimmed)
         rooms = [kinds["lookup"] for kinds in kept(model).measured.values()]
-        learnt += [
-            room[together._LEARNT]["edges"][0]["estimator"]["observations"]
-            for room in rooms
-            if together._LEARNT in room
-        ]
-    assert len(learnt) == 2 * trimmed
-    assert learnt == sorted(set(learnt))  # the second request goes on where the first ended
+        states = [state for room in rooms for key, state in room.items() if key[0] == "adaptive verification"]
+        learnt += [state["edges"][0]["estimator"]["observations"] for state in states]
+    assert len(learnt) == (0 if trimmed is None else 2)
+    assert not trimmed or learnt[0] < learnt[1]  # the second request goes on where the first ended
+
+
+@pytest.mark.parametrize(("batch", "drafts"), [(0.001, True), (1.0, False)])
+def test_costs_of_the_batch_say_how_long_drafts_are(batch: float, drafts: bool, monkeypatch: Any) -> None:
+    # Alone it would be the other way round.
+    table = BatchCosts(8, 64, {n: 1 + batch * n for n in range(1, 99)}, {}, {1: 0.01, 8: 0.02})
+    monkeypatch.setattr(policy, "batch_costs", lambda *_: table)
+    alone = CostTable(128, {n: 1 + n / batch / 1000 for n in range(1, 40)}, {}, {}, 0.01)
+    monkeypatch.setattr(assembly, "cost_table", lambda *_, **__: alone)
+    out = call(tiny_model("llama"), TEXTS[:6], "paced", assistant_model="perturbed", max_new_tokens=60)
+    drafted = sum(result.stats.drafted for result in out.viasd)
+    rounds = sum(result.stats.rounds for result in out.viasd)
+    assert drafted > rounds if drafts else drafted < rounds / 2
 
 
 def test_passes_are_shared_and_a_row_leaves_when_it_has_ended(monkeypatch: Any) -> None:
