@@ -93,10 +93,15 @@ class StepCosts:
     Args:
         drafting: Of one drafted token for 0, 1, ... n sequences, ``[n + 1]``.
         verifying: Of the full pass with 0, 1, ... drafted tokens, as many as there can be.
+
+    Attributes:
+        sequences: n.
+        nothing: Seconds of a step that drafts nothing.
     """
 
     def __init__(self, drafting: Array, verifying: Array) -> None:
         self.sequences = len(drafting) - 1
+        self.nothing = float(verifying[0])
         self._drafting = drafting
         self._verifying = verifying
 

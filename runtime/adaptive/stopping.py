@@ -103,7 +103,7 @@ def best_limit(chances: Array, usual: Array, costs: StepCosts, *, floors: bool =
     return Choice(
         Limit(int(length) + 1, float(tried[floor, 0, 0])),
         float(rates[floor, length]),
-        n / float(costs.verifying(0.0)),
+        n / costs.nothing,
     )
 
 

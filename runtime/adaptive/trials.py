@@ -31,6 +31,8 @@ class Trials:
         self.count = 0
         self._saved = 0.0
         self._steps = 0
+        self._priced: tuple[Array, StepCosts, float, Limit] | None = None
+        self._cost = 0.0  # of a trial by these
 
     def begin(
         self,
@@ -56,9 +58,12 @@ class Trials:
         self.chosen = None
         if not sequences or (current.places >= gamma and current.floor <= 0):
             return
-        limit = Limit(gamma) if current.places or self.count % _WHOLE_EVERY == _WHOLE_EVERY - 1 else Limit(best.places)
-        cost = regret(limit.places, usual, costs, rate)
-        self._saved = min(cost, self._saved + _SHARE * float(costs.verifying(0.0)))
+        whole = current.places or self.count % _WHOLE_EVERY == _WHOLE_EVERY - 1
+        limit = Limit(gamma if whole else best.places)
+        if self._priced is None or self._priced[0] is not usual or self._priced[1:] != (costs, rate, limit):
+            self._priced, self._cost = (usual, costs, rate, limit), regret(limit.places, usual, costs, rate)
+        cost = self._cost
+        self._saved = min(cost, self._saved + _SHARE * costs.nothing)
         self._steps += 1
         if self._saved >= cost and self._steps >= _LEAST_STEPS:
             self.chosen = sequences[self.count % len(sequences)]
@@ -84,7 +89,6 @@ def regret(length: int, usual: Array, costs: StepCosts, rate: float) -> float:
         costs: Of a step of all sequences, of which the others draft nothing.
         rate: Tokens a second under the current limit, at least those of drafting nothing.
     """
-    nothing = float(costs.verifying(0.0))
-    spent = length * float(costs.drafting(1.0)) + float(costs.verifying(length)) - nothing
+    spent = length * float(costs.drafting(1.0)) + float(costs.verifying(length)) - costs.nothing
     ahead = float(usual[:length].cumprod().sum()) / rate - spent
-    return max(0.0, nothing / costs.sequences - 1 / rate - ahead)
+    return max(0.0, costs.nothing / costs.sequences - 1 / rate - ahead)

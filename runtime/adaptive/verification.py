@@ -29,7 +29,7 @@ _RESTART = 24
 _SOFT_BELOW = 8  # sequences up to which chances of being kept are learnt from instead of outcomes
 _ENOUGH = 8  # drafts before which the best is hoped of all: nothing is known yet
 _HOPE = 0.9  # chance of every place
-_PLAN_EVERY = 12  # steps for which a limit holds, wherever as many sequences run: making one takes a while
+_PLAN_EVERY = 16  # steps for which a limit holds, wherever as many sequences run: making one takes a while
 _MARGIN = 1.01  # plain decoding unless drafts promise this much more
 # While little was observed drafts may promise less than that, for nothing would be learnt without any: at first so much
 # less, and half as much after so many tokens.
