@@ -56,8 +56,8 @@ class EstimatorConfig:
         positions: Number of draft positions (K), each with its own intercept.
         ridge: Added to the diagonal of the Newton system, above 0: an unobserved position stays solvable.
         shrink: A step from n observations is scaled by n / (n + shrink); at least 0.
-        max_step: Largest change of a coefficient in one refit, and of the mean row's logit by the slopes, above 0. Without it
-            one confidently wrong draft moves an intercept by -18 and nothing is admitted ever after.
+        max_step: Largest change of a coefficient in one refit, and of the mean row's logit by the slopes, above 0.
+            Without it one confidently wrong draft moves an intercept by -18 and nothing is admitted ever after.
         slope_cap: Largest |slope|.
         intercept_cap: Largest |intercept|.
         nonnegative_slopes: Refuse any step that would turn a slope negative.
