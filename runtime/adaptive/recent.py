@@ -24,12 +24,16 @@ class RecentDrafts:
 
     Chances are computed anew from them whenever they are asked for, by what is known then. Two memories: whole drafts, which
     fade with time; and rows by place, since drafts that are cut short say nothing of the places behind.
+
+    Attributes:
+        noted: Drafts that were seen.
     """
 
     def __init__(self) -> None:
         self._drafts: deque[tuple[int, list[float]]] = deque(maxlen=_DRAFTS)
         self._rows: list[deque[float]] = []
         self._step = 0
+        self.noted = 0
 
     def __len__(self) -> int:
         return len(self._drafts)
@@ -44,6 +48,7 @@ class RecentDrafts:
         """A draft of the step before: logit of the largest probability of every row that was asked for."""
         if not len(features):
             return
+        self.noted += 1
         self._drafts.append((self._step, list(features)))
         for place, feature in enumerate(features):
             if place == len(self._rows):

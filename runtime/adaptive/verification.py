@@ -202,7 +202,7 @@ class AdaptiveVerification:
         table, gamma = self._costs, self.gamma
         made = self._plans.get(self._sequences)
         fits = made is not None and made.table == table and made.gamma == gamma
-        if made is None or not fits or self._step - made.step >= _PLAN_EVERY or len(self.recent) < 2 * _ENOUGH:
+        if made is None or not fits or self._outdated(made):
             costs = made.costs if made is not None and fits else table.step(self._sequences, gamma)
             if len(self.recent) < _ENOUGH:
                 usual = np.full(gamma, _HOPE)
@@ -210,10 +210,19 @@ class AdaptiveVerification:
             else:
                 usual = self.recent.usual(self.edge, gamma)
                 chances = self.recent.chances(self.edge, usual)
-            made = _Plan(table, gamma, self._step, costs, usual, *self._chosen(chances, usual, costs))
+            evidence = self._evidence()
+            made = _Plan(table, gamma, self._step, evidence, costs, usual, *self._chosen(chances, usual, costs))
             self._plans[self._sequences] = made
         self.usual = made.usual
         return made
+
+    def _outdated(self, plan: _Plan) -> bool:
+        """Whether a plan is old, and something was seen since it was made."""
+        old = self._step - plan.step >= _PLAN_EVERY or len(self.recent) < 2 * _ENOUGH
+        return old and plan.evidence != self._evidence()
+
+    def _evidence(self) -> tuple[float, ...]:
+        return self.recent.noted, len(self.recent), self.edge.observations, *self.edge.coefficients
 
     def _chosen(self, chances: Array, usual: Array, costs: StepCosts) -> tuple[Choice, Limit]:
         """The best limit, and the one that is followed."""
@@ -233,6 +242,7 @@ class _Plan:
     table: BatchCosts
     gamma: int
     step: int
+    evidence: tuple[float, ...]
     costs: StepCosts
     usual: Array
     choice: Choice

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from simulated import EASY, GAMMA, HARD, Batch, costs, fixed, new_policy, warmed
 
+from viasd.runtime.adaptive import verification
 from viasd.runtime.adaptive.budget import survivals
 from viasd.runtime.adaptive.costs import BatchCosts, StepCosts
 from viasd.runtime.adaptive.edges import Edge
@@ -331,3 +332,24 @@ def test_hard_and_easy_rows_are_told_apart() -> None:
     batch = Batch(costs(*PROFILES["drafts nearly free"], 8), [EASY, HARD], 8, seed=2)
     found = warmed(batch, new_policy(batch.table), 300)
     assert found > 1.05 * max(fixed(batch, gamma) for gamma in range(GAMMA + 1))
+
+
+def test_a_limit_is_made_anew_only_where_something_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(verification, "best_limit", lambda *a, **o: made.append(1) or best_limit(*a, **o))
+    policy = new_policy(costs(lambda n: 1 + 0.01 * n, lambda n: 0.05, 4))
+    for _ in range(20):
+        policy.drafted([3.0, 3.0])
+    for _ in range(2):
+        policy.begin([1, 2])
+    made.clear()
+    for _ in range(40):
+        policy.begin([1, 2])
+    assert not made
+    for times in (1, 2):
+        policy.drafted([3.0, 3.0])
+        for _ in range(40):
+            policy.begin([1, 2])
+        assert len(made) == times
+    policy.begin([1])
+    assert len(made) == 3
