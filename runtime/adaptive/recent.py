@@ -31,7 +31,7 @@ class RecentDrafts:
 
     def __init__(self) -> None:
         self._drafts: deque[tuple[int, list[float]]] = deque(maxlen=_DRAFTS)
-        self._rows: list[deque[float]] = []
+        self._rows: list[deque[tuple[float, float]]] = []  # feature, and survival of the token before
         self._step = 0
         self.noted = 0
 
@@ -44,26 +44,32 @@ class RecentDrafts:
         while len(self._drafts) > _LEAST and self._drafts[0][0] < self._step - _STEPS:
             self._drafts.popleft()
 
-    def note(self, features: Sequence[float]) -> None:
+    def note(self, features: Sequence[float], edge: Edge) -> None:
         """A draft of the step before: logit of the largest probability of every row that was asked for."""
         if not len(features):
             return
+        reached = 1.0
         self.noted += 1
         self._drafts.append((self._step, list(features)))
         for place, feature in enumerate(features):
             if place == len(self._rows):
                 self._rows.append(deque(maxlen=_PLACE))
             if math.isfinite(feature):
-                self._rows[place].append(feature)
+                self._rows[place].append((feature, reached))
+                reached *= edge.chance(feature, place)
 
     def usual(self, edge: Edge, places: int) -> Array:
-        """Mean chance of each place, ``[places]``, given that the draft got there; an unseen one's is that before it."""
+        """Mean chance of each place, ``[places]``, given that all before it are kept; an unseen one's is that before it.
+
+        Drafts count by how likely that is: where the tokens before are sure, the next one is surer too.
+        """
         found = np.empty(places)
         before = _PRIOR
         for place in range(places):
             rows = self._rows[place] if place < len(self._rows) else ()
-            chances = edge.chances_at(list(rows), place)
-            before = (chances.sum() + _PRIOR_ROWS * before) / (len(rows) + _PRIOR_ROWS)
+            features, reached = np.array(rows).reshape(-1, 2).T
+            chances = edge.chances_at(features, place)
+            before = float((reached @ chances + _PRIOR_ROWS * before) / (reached.sum() + _PRIOR_ROWS))
             found[place] = before
         return found
 

@@ -142,7 +142,7 @@ class AdaptiveVerification:
 
     def drafted(self, features: Sequence[float]) -> None:
         """What was seen of a draft of the step before: a feature of every row that was asked for."""
-        self.recent.note(features)
+        self.recent.note(features, self.edge)
 
     def admit(self, offers: Sequence[Offer], others: int | None = None) -> list[int]:
         """Length of the prefix of every block that is verified.

@@ -109,7 +109,7 @@ def test_a_row_like_the_one_that_a_floor_is_of_reaches_it() -> None:
     rng = np.random.default_rng(2)
     for features in (*rng.normal(1.0, 2.0, [200, 3]), [40.0, 40.0, 40.0]):
         recent = RecentDrafts()
-        recent.note(list(features))
+        recent.note(list(features), edge)
         # Only whole drafts are worth it, so the limit is made for this one.
         found = best_limit(recent.chances(edge, np.full(3, 0.5)), np.full(3, 1.0), step_costs(1, 0.0, 1.0, 0.0, 3))
         reached = 1.0
@@ -136,14 +136,15 @@ def test_costs_of_a_step_are_those_of_the_table() -> None:
 
 def test_chances_are_counted_anew_by_what_is_known_now() -> None:
     edge, recent = Edge("drafter->full", 4), RecentDrafts()
-    recent.note([2.0, 1.0])
-    recent.note([0.0])
-    recent.note([])  # nothing was asked for: nothing is known
+    recent.note([2.0, 1.0], edge)
+    recent.note([0.0], edge)
+    recent.note([], edge)  # nothing was asked for: nothing is known
     assert len(recent) == 2
     usual = recent.usual(edge, 3)
     one, two, three = edge.chance(2.0, 0), edge.chance(1.0, 1), edge.chance(0.0, 0)
     assert usual[0] == pytest.approx((one + three + 2 * 0.5) / 4)
-    assert usual[1] == pytest.approx((two + 2 * usual[0]) / 3)
+    # A row counts by how likely the token before it was kept, as far as was known then.
+    assert usual[1] == pytest.approx((one * two + 2 * usual[0]) / (one + 2))
     assert usual[2] == pytest.approx(usual[1])
     assert recent.chances(edge, usual) == pytest.approx(np.array([[one, two, usual[2]], [three, usual[1], usual[2]]]))
     edge.estimator.intercepts[:] = 2.0
@@ -151,22 +152,22 @@ def test_chances_are_counted_anew_by_what_is_known_now() -> None:
 
 
 def test_drafts_fade_with_time_but_some_stay() -> None:
-    recent = RecentDrafts()
+    edge, recent = Edge("drafter->full", 4), RecentDrafts()
     for _ in range(100):
-        recent.note([1.0])
+        recent.note([1.0], edge)
     assert len(recent) == 100
     for _ in range(500):
         recent.step()
     assert len(recent) == 8
     for _ in range(300):
-        recent.note([2.0])
+        recent.note([2.0], edge)
     assert len(recent) == 128
     assert json.loads(json.dumps(recent.state())) == [[2.0]] * 64
 
 
 def test_a_row_of_nan_says_nothing() -> None:
     edge, recent = Edge("drafter->full", 4), RecentDrafts()
-    recent.note([math.nan])
+    recent.note([math.nan], edge)
     assert recent.usual(edge, 2) == pytest.approx([0.5, 0.5])
     assert recent.chances(edge, np.array([0.5])) == pytest.approx(np.array([[0.5]]))
 
