@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -486,3 +488,48 @@ def test_layers_of_different_shapes_run_in_one_call(threads) -> None:
             for _ in range(20):
                 step = models[0].step([Segment(shared, start, n)])
                 assert torch.equal(run_layers(made, entered, turned, step), expected)
+
+
+class SideBySide:
+    """Matrices of any kinds as one product."""
+
+    least_rows = 1
+
+    def __init__(self, matrices: list[Matrix], kernels: ctypes.CDLL) -> None:
+        self.matrices, self._kernels = matrices, kernels
+        self.tensors = [t for matrix in matrices for t in matrix[1:] if t is not None]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([multiplied(rows, matrix, self._kernels) for matrix in self.matrices], dim=1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("coded", [(0,), (1,), (2,), (0, 2)])
+def test_matrices_of_different_kinds_share_a_product(coded: tuple[int, ...]) -> None:
+    library = build.load()
+    model = load_layered(model_of("llama", dtype=torch.bfloat16, hidden_size=64), layers="native")
+    lean = model._native[0].lean
+    parts = list(lean.products.qkv.matrices)
+    codes = [int4_codes(part.weight.float()) for part in parts]
+    made = [
+        NativeInt4(c.codes, c.scale.bfloat16(), c.zero.bfloat16(), None, library) if i in coded else None
+        for i, c in enumerate(codes)
+    ]
+    mixed = [part if m is None else m.matrices[0] for part, m in zip(parts, made, strict=True)]
+    plain = [part if m is None else Matrix("dense", m.weights()) for part, m in zip(parts, made, strict=True)]
+    said = []
+    for matrices in (mixed, plain):
+        layer = copy.copy(lean)
+        layer.products = lean.products._replace(qkv=SideBySide(matrices, library))
+        native = NativeLayer(layer, library)
+        with torch.inference_mode():
+            for pieces in ([20], [1] * 20):
+                cache, start, out = model.new_kv(), 0, []
+                for n in pieces:
+                    step = model.step([Segment(cache, start, n)])
+                    rotation = model._rotations.rotation(step, model.layer_types[0], model.device)
+                    out.append(native(model.embed(IDS[start : start + n]), rotation, step))
+                    start += n
+                said.append(torch.cat(out, dim=1))
+    assert torch.equal(said[0], said[1])
+    torch.testing.assert_close(said[0], said[2], atol=0.05, rtol=0.05)
